@@ -1,1 +1,1 @@
-"""Start trials here or as jobs of a scheduler, and follow them."""
+"""Trials, started on this machine or as jobs of a scheduler, and followed."""

@@ -1,4 +1,4 @@
-"""Jobs started, watched and ended by name, by one program or by the next after it was killed."""
+"""Jobs that can be started, watched and ended by name, also by the next program after this one was killed."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from autoplan.base.errors import AutoplanError
 from autoplan.base.files import refused_writes
 from autoplan.jobs.program import GRACE_S, Program, end_programs, start_program
 
-PLAN = "plan.json"  # in the folder of a trial: what it runs
-OUTCOME = "outcome.json"  # what it measured, as `autoplan run --out` writes it; not there where it failed
-LOG = "log.txt"  # of the training
-MESSAGES = "messages.txt"  # of the program that ran it
+PLAN = "plan.json"  # in the folder of a trial: the plan to run
+OUTCOME = "outcome.json"  # the measurements, as written by `autoplan run --out`; missing if the trial failed
+LOG = "log.txt"  # log of the training
+MESSAGES = "messages.txt"  # output of the program that ran it
 
-# Not -m: a search.py where the user stands would be taken for ours.
+# Not -m, which would import a search.py in the user's working folder.
 AUTOPLAN = (sys.executable, "-P", "-c", "from autoplan.cli import main; main()")
 
 
-# Why a job ended before its time, where a scheduler tells.
+# Reasons for a premature end of a job, if the scheduler reports one.
 Cause = Literal["out of memory", "node failure", "preempted", "time limit", "cancelled", "failed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobStatus:
-    """State of a job; `status` is what it exited with, where that is known (negative: the signal that ended it).
+    """State of a job; `status` is its exit status if known (negative: the signal that ended it).
 
-    A lost one cannot be asked for any more: what it did is known from its folder alone, if at all.  `began` is when it
-    was first seen to run, in seconds of `time.time`, where that outlives this program.
+    A lost job is unknown to the scheduler: only its folder may show what it did.  `began` is the time when it was first
+    seen running, in seconds of `time.time`, if that is stored beyond this program.
     """
 
     state: Literal["waiting", "running", "ended", "lost"]
@@ -42,30 +42,30 @@ class JobStatus:
 
 
 class SilentError(AutoplanError):
-    """State of jobs could not be learnt for too long: they are left as they are, for the next program."""
+    """The state of jobs was unavailable for too long: they are left running for the next program."""
 
 
 class Jobs(Protocol):
-    """Starts trials and follows them.  Names survive this program: another one may poll and cancel them."""
+    """Interface that starts and follows trials.  Names outlive this program: another one may poll and cancel them."""
 
     def start(self, folder: Path) -> str:
-        """Start the trial that was prepared in `folder`; the name of its job.  An `InputError` says why it cannot."""
+        """Start the trial prepared in `folder` and return its job name; raises InputError if it cannot start."""
 
     def find(self, folder: Path) -> str:
-        """The name of the job that a program which is gone started in `folder`; blank where nothing tells."""
+        """Return the name of the job that an earlier program started in `folder`; blank if unknown."""
 
     def poll(self, names: Sequence[str]) -> dict[str, JobStatus]:
-        """Return the states of jobs; never blocks for long.  A `SilentError` where nobody has answered for too long."""
+        """Return the states of jobs without long blocking; raises SilentError after too long without an answer."""
 
     def cancel(self, names: Sequence[str]) -> None:
-        """End these jobs with all that they started; those that have ended stay as they are."""
+        """End these jobs and everything that they started; finished jobs are not affected."""
 
 
 class LocalJobs:
-    """Runs trials on this machine, each by an `autoplan run` of its own.
+    """Runs each trial on this machine with its own `autoplan run`.
 
     `options` are those of `autoplan run` after the plan and its files, such as --steps 10 or --command -- PROGRAM;
-    {plan} and {folder} in them stand for the plan file and the folder of a trial.
+    {plan} and {folder} in them are replaced by the plan file and the folder of a trial.
     """
 
     def __init__(self, options: Sequence[str] = ()) -> None:
@@ -73,7 +73,7 @@ class LocalJobs:
         self._mine: dict[str, Program] = {}
 
     def start(self, folder: Path) -> str:
-        """Start `autoplan run` on the plan of the folder; its name tells the machine, the process and its mark."""
+        """Start `autoplan run` on the plan in the folder; the job name contains machine, process and mark."""
         folder = folder.resolve()
         program = (*AUTOPLAN, "run", str(folder / PLAN), "--quiet")
         files = ("--out", str(folder / OUTCOME), "--log", str(folder / LOG), "--force")
@@ -87,7 +87,7 @@ class LocalJobs:
         return name
 
     def find(self, folder: Path) -> str:
-        """Do nothing: the name of a job is known once it has started."""
+        """Return a blank name: a local job has a name only after it has started."""
         return ""
 
     def poll(self, names: Sequence[str]) -> dict[str, JobStatus]:
@@ -104,12 +104,12 @@ class LocalJobs:
         return JobStatus(state="running") if status is None else JobStatus(state="ended", status=status)
 
     def cancel(self, names: Sequence[str]) -> None:
-        """End these jobs: `autoplan run` is asked to end what it runs, which may take as long as that is given."""
+        """End these jobs: `autoplan run` ends its program first, so it gets twice the grace period of programs."""
         programs = [program for _, program in map(self._find, names) if program is not None]
         end_programs([program for program in programs if program.is_running()], grace_s=2 * GRACE_S)
 
     def _find(self, name: str) -> tuple[str, Program | None]:
-        """Return (the machine, the program if it is this machine)."""
+        """Return (machine, the program if it runs on this machine)."""
         host, _, text = name.partition(":")
         pid, _, mark = text.partition(":")
         if name in self._mine:

@@ -1,4 +1,4 @@
-"""Program of the user that runs under watch, and ends with all that it started."""
+"""The user's program, run under supervision and ended together with everything that it started."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import IO, Literal
 from autoplan.base.errors import AutoplanError, InputError
 
 GRACE_S = 5.0  # between asking a program to end and ending it
-_MARK = "AUTOPLAN_PROGRAM"  # environment variable by which all that a program starts is known
+_MARK = "AUTOPLAN_PROGRAM"  # environment variable that marks everything started by a program
 _CHUNK = 2**16
 _POLL_S = 0.1
 _PROC = Path("/proc")
 
 
 class ProgramError(AutoplanError):
-    """The user's program ended otherwise than it should; `is_out_of_memory` says whether for lack of memory."""
+    """The user's program failed; `is_out_of_memory` says whether for lack of memory."""
 
     def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
         super().__init__(text)
@@ -33,19 +33,18 @@ class ProgramError(AutoplanError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """End of a program: by itself, or stopped because enough was heard or nothing for too long."""
+    """End of a program: by itself, or stopped after enough output or after a long silence."""
 
     kind: Literal["by itself", "enough", "silent"]
-    status: int = 0  # that it exited with; negative: the signal that ended it
+    status: int = 0  # exit status; negative: the signal that ended it
 
 
 def run_program(arguments: Sequence[str], hear: Callable[[bytes, float], bool], *, limit_s: float) -> Ending:
-    """Run a program until it ends, has said enough, or says nothing for `limit_s`.
+    """Run a program until it ends, has written enough, or writes nothing for `limit_s`.
 
-    `hear` takes what it writes, to stdout or stderr, and the moment (monotonic, seconds); it answers whether that is
-    enough.  However this function is left, nothing that the program started is left behind on this machine: its
-    process group is asked to end, and after `GRACE_S` ended, with those of its children that made themselves
-    independent (Linux).
+    `hear` receives the output (stdout and stderr) and the time (monotonic, seconds), and returns whether it is enough.
+    However this function ends, the program leaves nothing running on this machine: its process group is asked to
+    terminate, and killed after `GRACE_S`, including children that left the group (Linux).
     """
     program = start_program(arguments, subprocess.PIPE)
     assert program.process is not None
@@ -59,18 +58,18 @@ def run_program(arguments: Sequence[str], hear: Callable[[bytes, float], bool], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """A marked process group of a program; `process` is its starter's, pid and mark find it again later."""
+    """A marked process group of a program; only its starter has `process`, others find it by pid and mark."""
 
     pid: int
     mark: str
     process: subprocess.Popen[bytes] | None = None
 
     def is_running(self) -> bool:
-        """Tell whether anything of it is left on this machine."""
+        """Return whether any part of it still runs on this machine."""
         if (self.process and self.process.poll() is None) or _marked(self.mark):
             return True
         if _PROC.is_dir():
-            return False  # what is left of the group has ended, and waits for its parent
+            return False  # only zombies are left of the group
         try:
             os.killpg(self.pid, 0)
         except (ProcessLookupError, PermissionError):
@@ -83,7 +82,7 @@ class Program:
             os.killpg(self.pid, number)
 
     def kill(self) -> None:
-        """End the process group at once, and those that left it."""
+        """Kill the process group, and processes that left it."""
         self.signal(signal.SIGKILL)
         for pid in _marked(self.mark):
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -91,10 +90,10 @@ class Program:
 
 
 def start_program(arguments: Sequence[str], output: IO[bytes] | int) -> Program:
-    """Start a program; what it writes, to stdout or stderr, goes to `output`."""
-    # Within the mark of the program that runs this one, which finds by it all that is below.
+    """Start a program, with stdout and stderr written to `output`."""
+    # The mark contains that of the surrounding program, so that the latter finds all its descendants.
     mark = "/".join((*filter(None, [os.environ.get(_MARK)]), uuid.uuid4().hex))
-    # Python would keep lines back for a while where nobody seems to look.
+    # Python buffers its output unless it is a terminal.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", _MARK: mark}
     try:
         process = subprocess.Popen(
@@ -112,14 +111,14 @@ def start_program(arguments: Sequence[str], output: IO[bytes] | int) -> Program:
 
 
 def end_programs(programs: Sequence[Program], *, grace_s: float | None = None) -> None:
-    """Ask programs to end, and those that have not after `grace_s` (by default `GRACE_S`) are ended."""
+    """Ask programs to terminate, and kill those still running after `grace_s` (by default `GRACE_S`)."""
     try:
         for program in programs:
             program.signal(signal.SIGTERM)
         until = time.monotonic() + (GRACE_S if grace_s is None else grace_s)
         while any(program.is_running() for program in programs) and time.monotonic() < until:
             time.sleep(_POLL_S / 2)
-    finally:  # impatience is answered too
+    finally:  # also after Ctrl-C while waiting
         until = time.monotonic() + GRACE_S
         while (running := [program for program in programs if program.is_running()]) and time.monotonic() < until:
             for program in running:
@@ -136,15 +135,15 @@ def _follow(process: subprocess.Popen[bytes], hear: Callable[[bytes, float], boo
         selector.register(process.stdout, selectors.EVENT_READ)
         last_output_s = time.monotonic()
         while True:
-            has_ended = process.poll() is not None  # asked first: what it wrote before is then there to read
+            has_ended = process.poll() is not None  # checked before reading, so that all its output is available
             if selector.select(_POLL_S):
                 data = os.read(process.stdout.fileno(), _CHUNK)
                 last_output_s = time.monotonic()
                 if data and hear(data, last_output_s):
                     return Ending(kind="enough")
-                if not data:  # nobody can write any more
+                if not data:  # all writers are closed
                     return _wait(process, limit_s)
-            elif has_ended:  # only children of it could still write
+            elif has_ended:  # only its children could still write
                 return Ending(kind="by itself", status=process.returncode)
             elif time.monotonic() - last_output_s >= limit_s:
                 return Ending(kind="silent")
@@ -158,7 +157,7 @@ def _wait(process: subprocess.Popen[bytes], limit_s: float) -> Ending:
 
 
 def _marked(mark: str) -> list[int]:
-    """Processes whose environment bears the mark; none where the system does not tell."""
+    """Return the processes with the mark in their environment; empty if the system does not show it."""
     variable = f"{_MARK}={mark}".encode()
     pids = []
     for folder in _PROC.glob("[0-9]*"):

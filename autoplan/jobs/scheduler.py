@@ -1,7 +1,7 @@
 """Jobs on a cluster, submitted to its scheduler and followed through its answers.
 
-Every trial has a job of a name unlike all others, which is kept in its folder before it is submitted.  So a job whose
-submission was not answered is found again instead of submitted twice, and the next program goes on where one ended.
+Every trial has a job with a unique name, which is stored in its folder before submission.  A job whose submission got
+no answer is therefore found again instead of submitted twice, and the next program continues where one ended.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from autoplan.launch.start import node_shape
 from autoplan.launch.targets import exported
 from autoplan.spec.plan_file import PlanFile
 
-JOB = "job.json"  # in the folder of a trial: its job, as far as it has come
-ANSWER_S = 60.0  # that a command of the scheduler may take
-CANCEL_S = 60.0  # that a scheduler which does not answer is asked to end jobs
-HISTORY_S = 60.0  # by which an accounting may lag behind its scheduler
+JOB = "job.json"  # in the folder of a trial: the job and its progress
+ANSWER_S = 60.0  # time limit of a scheduler command
+CANCEL_S = 60.0  # how long cancellation is retried on a scheduler that does not answer
+HISTORY_S = 60.0  # maximum delay of the accounting behind its scheduler
 _MOST_PAUSE_S = 120.0
-_TRAINER = "autoplan"  # the target that is the built-in trainer
+_TRAINER = "autoplan"  # the target for the built-in trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFile:
-    """A job: our name for it, the scheduler's where it has told, its launch file, and how far it has come."""
+    """A job: its name, the scheduler's id if known, its launch file, and its progress."""
 
     job: str
     id: str = ""
     script: str = ""
-    began: float | None = None  # when it was first seen to run, in seconds of `time.time`
-    num_lost: int = 0  # times that the scheduler took it and knew nothing of it later
+    began: float | None = None  # when it was first seen running, in seconds of `time.time`
+    num_lost: int = 0  # times that the scheduler accepted it and later did not know it
     stage: Literal["new", "submitted", "cancelled"] = "new"
 
 
 class NoAnswerError(AutoplanError):
-    """The scheduler did not answer, which says nothing about its jobs; `is_silent` where it said nothing at all."""
+    """The scheduler gave no answer, so the state of jobs is unknown; `is_silent` if it wrote nothing at all."""
 
     def __init__(self, text: str, *, is_silent: bool = False) -> None:
         super().__init__(text)
@@ -58,14 +58,14 @@ class NoAnswerError(AutoplanError):
 
 
 class SchedulerJobs:
-    """Runs trials by the commands of a template.
+    """Runs trials with the commands of a template.
 
-    Where that has a launcher, each trial is started by the files that `autoplan export --to` writes for it, with
-    `num_steps` where the target can be told.  `options` are those of `autoplan run`, after the plan and its files, for
-    trials of the built-in trainer: all without another `to` whose template takes {options}.  `files` writes the launch
-    files of a plan file for a job of a name, where something else is started than what trains.  A scheduler that does
-    not answer is asked again after growing pauses, for the template's `patience_s`; until then its jobs stand where
-    they stood.
+    If the template has a launcher, each trial is started by the files that `autoplan export --to` writes for it, with
+    `num_steps` if the target supports it.  `options` are those of `autoplan run`, after the plan and its files, for
+    trials of the built-in trainer: those without another `to`, if the template takes {options}.  `files` writes the
+    launch files for a plan file and a job name if something else than the training is started.  A scheduler that does
+    not answer is asked again after increasing pauses, for the template's `patience_s`; until then the states of its
+    jobs are kept.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SchedulerJobs:
         self._to, self._image = to, image
         self._files = files
         self.runs_trainer: bool = to == _TRAINER and template.takes_options and files is None
-        self._output = MESSAGES if self.runs_trainer else LOG  # that trainer keeps its log itself
+        self._output = MESSAGES if self.runs_trainer else LOG  # the trainer writes its log itself
         self._options = tuple(options)
         if files is not None and not template.launcher:
             raise InputError(f"{template.name} has no launcher, which starts the ranks: add one to the template")
@@ -100,18 +100,18 @@ class SchedulerJobs:
                     f"{template.name}: {program!r} is not installed here: use a machine that can submit jobs"
                 )
         self._status: dict[str, JobStatus] = {}
-        self._shapes: dict[Path, tuple[int, int]] = {}  # nodes and devices of each, by folder
-        self._answered: set[str] = set()  # programs that have worked
-        self._unknown_since_s: dict[str, float] = {}  # jobs that nobody knew when they were asked for last
-        self._next_s = time.monotonic()  # when poll is asked again
+        self._shapes: dict[Path, tuple[int, int]] = {}  # (nodes, devices per node) by folder
+        self._answered: set[str] = set()  # programs that have worked before
+        self._unknown_since_s: dict[str, float] = {}  # jobs that were unknown at the last poll
+        self._next_s = time.monotonic()  # time of the next poll
         self._pause_s = template.poll_every_s
         self._silent_since_s: float | None = None
 
     def start(self, folder: Path) -> str:
-        """Submit the trial in `folder`, also the job's name; where busy, `poll` does.  InputError says why not."""
+        """Submit the trial in `folder`, which is also its name, or let `poll` do so if busy; raises InputError."""
         folder = folder.resolve()
         name = str(folder)
-        if is_file(folder / JOB):  # of a study that was given up
+        if is_file(folder / JOB):  # from an abandoned study
             self._sweep(folder, _read(folder))
         job = JobFile(job=f"autoplan-{uuid.uuid4().hex[:12]}")
         if self._template.launcher:
@@ -125,11 +125,11 @@ class SchedulerJobs:
         return name
 
     def find(self, folder: Path) -> str:
-        """The job that was submitted, or was about to be, in `folder`; it need not be in the study yet."""
+        """Return the job submitted, or about to be submitted, in `folder`; it may not be in the study yet."""
         return str(folder.resolve()) if is_file(folder / JOB) else ""
 
     def poll(self, names: Sequence[str]) -> dict[str, JobStatus]:
-        """Return the states of jobs, as the scheduler has said at most `poll_every_s` ago."""
+        """Return the states of jobs, at most `poll_every_s` old."""
         unknown = JobStatus(state="waiting")
         unfinished = [name for name in names if self._status.get(name, unknown).state not in ("ended", "lost")]
         if unfinished and time.monotonic() >= self._next_s:
@@ -140,14 +140,14 @@ class SchedulerJobs:
         return {name: self._status.get(name, unknown) for name in names}
 
     def cancel(self, names: Sequence[str]) -> None:
-        """Ask the scheduler to end these jobs, whatever it knows of them; patiently, for `CANCEL_S`."""
+        """Ask the scheduler to end these jobs, known or not; retried for `CANCEL_S`."""
         until = time.monotonic() + CANCEL_S
         failed = []
-        for folder in map(Path, reversed(names)):  # those that wait would start where others end
+        for folder in map(Path, reversed(names)):  # waiting jobs first, as they would start when others end
             job = _read(folder)
             if not (job.id or self._template.finds_by_name):
-                continue  # it was never submitted
-            with contextlib.suppress(InputError):  # a full disk is no reason to let it run
+                continue  # never submitted
+            with contextlib.suppress(InputError):  # cancel even if the disk is full
                 _keep(folder, replace(job, stage="cancelled"))
             command = self._template.command("cancel", self._values(folder, job))
             pause_s = 1.0
@@ -168,7 +168,7 @@ class SchedulerJobs:
             raise AutoplanError(f"jobs of {self._template.name} may still run; to end them: {'; '.join(failed)}")
 
     def _export(self, folder: Path, name: str) -> str:
-        """Write the launch files of the trial; the name of the one to start."""
+        """Write the launch files of the trial, and return the name of the file to start."""
         files = self._files(_plan_file(folder), name) if self._files else self._exported(_plan_file(folder), name)
         for file in files:
             write_text(folder / file.name, file.text, executable=file.executable, force=True)
@@ -198,24 +198,24 @@ class SchedulerJobs:
                     f"{error}, and rows name no (?P<job>...): check whether the job was accepted"
                 ) from None
             return JobStatus(state="waiting", reason=f"not submitted yet: {error}")
-        except BaseException:  # refused; or it was taken and nobody may ever know
+        except BaseException:  # refused; or accepted without our knowledge
             self._sweep(folder, job)
             raise
         return JobStatus(state="waiting")
 
     def _sweep(self, folder: Path, job: JobFile) -> None:
-        """End what may be left of a job: a second one of its name, objects of Kubernetes."""
+        """End remains of a job: a second job with its name, or objects of Kubernetes."""
         with contextlib.suppress(AutoplanError):
             self._run(self._template.command("cancel", self._values(folder, job)))
 
     def _ask(self, names: Sequence[str]) -> None:
-        """Learn where jobs stand; those that the scheduler has not got are submitted."""
+        """Update the states of jobs, and submit those that the scheduler does not have."""
         jobs = {}
         for name in names:
             try:
                 jobs[name] = _read(Path(name))
                 self._values(Path(name), jobs[name])
-            except InputError as error:  # its folder is gone, or damaged
+            except InputError as error:  # the folder is missing or damaged
                 jobs.pop(name, None)
                 self._status[name] = JobStatus(state="lost", reason=str(error))
         rows = self._rows(self._answers("poll", jobs), jobs)
@@ -231,7 +231,7 @@ class SchedulerJobs:
             elif name in self._unknown_since_s and (end := _known_end(Path(name), job)):
                 self._status[name] = end
             elif now_s - self._unknown_since_s.get(name, -math.inf) < answers_within_s:
-                continue  # it stands where it stood
+                continue  # the state is kept
             elif job.stage == "new" or self._never_ran(Path(name), job):
                 try:
                     self._status[name] = self._submit(Path(name), replace(job, num_lost=job.num_lost + bool(job.id)))
@@ -243,30 +243,30 @@ class SchedulerJobs:
         self._next_s = time.monotonic() + self._pause_s
 
     def _never_ran(self, folder: Path, job: JobFile) -> bool:
-        """Tell whether the scheduler lost a job before its start, as slurmctld can when it is killed; believed once."""
+        """Return whether the scheduler lost a job before its start, as a killed slurmctld can; accepted once."""
         if self._template.log or job.stage != "submitted" or job.num_lost:
             return False
-        return not (folder / self._output).exists()  # the first thing that a job does is to write it
+        return not (folder / self._output).exists()  # every job writes this file first
 
     def _remembered(self, jobs: Mapping[str, JobFile]) -> tuple[dict[str, list[Row]], float]:
-        """Return (what the accounting says of these jobs, by name; seconds for which it may yet tell of the others)."""
+        """Return (answers of the accounting on these jobs, by name; seconds in which others may still appear)."""
         if not jobs or not self._template.history:
             return {}, 0.0
         try:
             answers = self._answers("history", jobs)
         except NoAnswerError:
             return {}, self._template.patience_s
-        except InputError:  # not every Slurm has one
+        except InputError:  # not every Slurm has accounting
             return {}, 0.0
         return self._rows(answers, jobs), HISTORY_S
 
     def _answers(self, question: Literal["poll", "history"], jobs: Mapping[str, JobFile]) -> list[tuple[str, str]]:
-        """Return (program, what it wrote) for every command that asks for these jobs."""
+        """Return (program, its output) for every command that asks about these jobs."""
         values = [self._values(Path(name), job) for name, job in jobs.items()]
         return [(command[0], self._run(command)) for command in self._template.questions(question, values)]
 
     def _rows(self, answers: Iterable[tuple[str, str]], jobs: Mapping[str, JobFile]) -> dict[str, list[Row]]:
-        """Ask the scheduler for the rows of these jobs, by name, of those that it knows."""
+        """Ask the scheduler about these jobs, and return the rows of known ones by name."""
         answered = [row for program, text in answers for row in self._template.read_rows(program, text)]
         by_name = self._template.finds_by_name
         rows_by_name = {
@@ -276,20 +276,20 @@ class SchedulerJobs:
         return {name: rows for name, rows in rows_by_name.items() if rows}
 
     def _learn(self, folder: Path, job: JobFile, rows: Sequence[Row]) -> None:
-        # Had it been submitted twice after all, the first one counts; the second one waits until it is cancelled.
+        # If it was submitted twice after all, the first one counts; the second one waits until it is cancelled.
         first = job.id or min((row.id for row in rows), key=lambda number: (len(number), number))
         meaning, words = self._template.meaning([row for row in rows if row.id in (first, "")] or rows)
         began = time.time() if job.began is None and meaning not in ("waiting", "cancelled") else job.began
         updated = replace(job, id=first, began=began, stage="submitted" if job.stage == "new" else job.stage)
         if updated != job:
-            with contextlib.suppress(InputError):  # a full disk: its name is enough to find it again
+            with contextlib.suppress(InputError):  # with a full disk its name is enough to find it again
                 _keep(folder, job := updated)
         status = _status(meaning, words, began)
         if self._template.log and status.state != "waiting":
             self._fetch_log(folder, job)
         if status.state == "ended":
             self._sweep(folder, job)
-            if is_file(folder / OUTCOME):  # whatever a scheduler that was restarted makes of it
+            if is_file(folder / OUTCOME):  # counts more than the answer of a restarted scheduler
                 status = JobStatus(state="ended", status=0, began=began)
         self._status[str(folder)] = status
 
@@ -298,7 +298,7 @@ class SchedulerJobs:
             self._run(self._template.command("log", self._values(folder, job)), stream)
 
     def _wait(self, names: Iterable[str], error: NoAnswerError) -> None:
-        """Ask again later; an error where the scheduler has been silent for too long."""
+        """Schedule the next poll; raises SilentError if the scheduler has been silent for too long."""
         if self._silent_since_s is None:
             self._silent_since_s = time.monotonic()
         silent_s = time.monotonic() - self._silent_since_s
@@ -317,8 +317,8 @@ class SchedulerJobs:
     def _run(self, command: Sequence[str], output: IO[bytes] | int = subprocess.PIPE) -> str:
         """Run a command and return its stdout.
 
-        A `NoAnswerError` where it is to be run again: it says so, says nothing for long, or is a question that was
-        answered before.  An `InputError` is what else it says when it fails.
+        Raises NoAnswerError if it should be run again: its message says so, it is silent for too long, or it is a
+        query that worked before.  Raises InputError with its message for other failures.
         """
         program = command[0]
         try:
@@ -328,7 +328,7 @@ class SchedulerJobs:
                 stdout=output,
                 stderr=subprocess.PIPE,
                 timeout=ANSWER_S,
-                start_new_session=True,  # Ctrl-C is this program's affair
+                start_new_session=True,  # Ctrl-C only reaches this program
                 check=False,
             )
         except subprocess.TimeoutExpired:
@@ -341,7 +341,7 @@ class SchedulerJobs:
             self._answered.add(program)
             return text
         reason = process.stderr.decode("utf-8", errors="replace").strip() or text.strip() or "it said nothing"
-        # kubectl says all of it twice.
+        # kubectl writes the message twice.
         message = f"{program} failed ({process.returncode}): {cleaned(reason.splitlines()[-1])}"
         asks = program in (self._template.poll[0], *self._template.history[:1])
         if self._template.is_busy(reason) or (asks and program in self._answered):
@@ -381,7 +381,7 @@ def _status(meaning: Meaning, words: str, began: float | None) -> JobStatus:
 
 
 def _known_end(folder: Path, job: JobFile) -> JobStatus | None:
-    """Read from its folder how a job ended that the scheduler does not know any more."""
+    """Read from its folder how a job ended that the scheduler no longer knows."""
     if is_file(folder / OUTCOME):
         return JobStatus(state="ended", status=0, began=job.began)
     if job.stage == "cancelled":

@@ -1,6 +1,6 @@
-"""Template of a scheduler: the commands that submit, follow and end a job, and how to read their answers.
+"""Template of a scheduler: commands that submit, follow and end a job, and patterns to parse their output.
 
-The commands are lists of arguments whose {placeholders} are filled item by item: no shell reads them.
+The commands are lists of arguments whose {placeholders} are replaced item by item, without a shell.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from autoplan.base.units import check_name, check_positive
 from autoplan.jobs.job import Cause
 from autoplan.launch.names import LAUNCHERS
 
-# What a word of the scheduler means; of several words the first of these counts.
+# Meanings of the scheduler's words for states; if several words match, the first of these meanings counts.
 Meaning = Cause | Literal["running", "waiting", "done"]
 MEANINGS: tuple[Meaning, ...] = (*get_args(Cause), "running", "waiting", "done")
 
-# What a trial fills in, and what each means; then what stands for several words, or for several jobs.
+# Placeholders that a trial replaces, with their meanings; then placeholders for several words or several jobs.
 PLACEHOLDERS = {
     "folder": "of the trial",
     "plan": "its plan.json",
@@ -39,14 +39,14 @@ PLACEHOLDERS = {
     "job": "name of the job, unlike all others",
     "id": "that the answer to submit gave",
 }
-_WORDS, _JOBS, _IDS = "options", "jobs", "ids"  # options: those of `autoplan run`, after its plan
+_WORDS, _JOBS, _IDS = "options", "jobs", "ids"  # options of `autoplan run`, after its plan
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
-_BLANKS = ("None", "<none>")  # of squeue and kubectl
+_BLANKS = ("None", "<none>")  # in squeue and kubectl
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """State of a job by one line of an answer, which names it by our name, the scheduler's, or both."""
+    """State of a job from one line of output, with its own name, the scheduler's id, or both."""
 
     job: str
     id: str
@@ -56,15 +56,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTemplate:
-    """A scheduler: its commands and what their answers mean.
+    """A scheduler: its commands and the meaning of their output.
 
-    Patterns are Python's.  `answer` finds (?P<id>...) in what submit writes; blank where jobs go by their name alone.
-    `rows` is tried on every line that poll and history write: it names (?P<job>...), (?P<id>...) or both,
-    (?P<state>...) and, where told, (?P<why>...), words of which may stand in `states` too.  A command with {jobs} or
-    {ids}, joined by commas, is run once for all jobs, another one once for each.  `history` is asked for jobs that poll
-    does not know, and may fail or lag behind.  `log` writes a job's log to stdout; blank where the job writes the file
-    itself.  `busy` finds in what a command that failed says that it is to be run again.  With a `launcher`, one of
-    those of `autoplan export`, every trial gets its launch files.
+    Patterns are Python's.  `answer` finds (?P<id>...) in the output of submit; blank if jobs only have their name.
+    `rows` is matched with every line of output of poll and history: it has groups (?P<job>...), (?P<id>...) or both,
+    (?P<state>...) and optionally (?P<why>...), whose words may be in `states` too.  A command with {jobs} or {ids},
+    joined by commas, is run once for all jobs, any other command once per job.  `history` is asked about jobs unknown
+    to poll, and may fail or lag behind.  `log` writes a job's log to stdout; blank if the job writes the file itself.
+    `busy` matches the output of a failed command that should be run again.  With a `launcher` of `autoplan export`,
+    every trial gets its launch files.
     """
 
     name: str
@@ -79,7 +79,7 @@ class JobTemplate:
     busy: str = "(?!)"
     launcher: str = ""
     poll_every_s: float = 10.0
-    patience_s: float = 3600.0  # without an answer, before the study ends
+    patience_s: float = 3600.0  # maximum time without an answer, before the study ends
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -121,22 +121,22 @@ class JobTemplate:
 
     @property
     def takes_options(self) -> bool:
-        """Tell whether submit hands words on to the program of the trial."""
+        """Return whether submit passes words on to the program of the trial."""
         return f"{{{_WORDS}}}" in self.submit
 
     @property
     def finds_by_name(self) -> bool:
-        """Tell whether poll knows a job by the name it was submitted with, also where the answer to that was lost."""
+        """Return whether poll finds a job by the name it was submitted with, even if the submission got no answer."""
         return "job" in re.compile(self.rows).groupindex
 
     def submission(self, values: Mapping[str, str], options: Sequence[str] = ()) -> list[str]:
-        """The command that submits the trial."""
+        """Return the command that submits the trial."""
         return [
             word for item in self.submit for word in (options if item == f"{{{_WORDS}}}" else (_filled(item, values),))
         ]
 
     def questions(self, command: Literal["poll", "history"], jobs: Sequence[Mapping[str, str]]) -> Iterator[list[str]]:
-        """The commands that ask for all of `jobs`; none where there is none."""
+        """Return the commands that ask about all of `jobs`; empty if the template has none."""
         words: tuple[str, ...] = getattr(self, command)
         placeholders = {name for word in words for name in _PLACEHOLDER.findall(word)}
         if placeholders & {"job", "id"} or not jobs:
@@ -146,11 +146,11 @@ class JobTemplate:
         yield [_filled(word, {**jobs[0], **joined}) for word in words]
 
     def command(self, command: Literal["cancel", "log"], values: Mapping[str, str]) -> list[str]:
-        """The command that ends a job, or writes its log."""
+        """Return the command that ends a job, or writes its log."""
         return [_filled(word, values) for word in getattr(self, command)]
 
     def read_id(self, text: str) -> str:
-        """The scheduler's name of a job, from what submit wrote; blank without an `answer`."""
+        """Return the scheduler's id of a job, from the output of submit; blank without an `answer`."""
         if not self.answer:
             return ""
         match = re.search(self.answer, text, re.MULTILINE)
@@ -159,7 +159,7 @@ class JobTemplate:
         return match["id"]
 
     def read_rows(self, program: str, text: str) -> list[Row]:
-        """Read an answer line by line; lines that are no rows are passed over where others are."""
+        """Parse an output line by line; lines that do not match are skipped if others match."""
         lines = [line.rstrip() for line in text.splitlines() if line.strip()]
         rows = [row for line in lines if (row := re.search(self.rows, line))]
         if lines and not rows:
@@ -169,7 +169,7 @@ class JobTemplate:
         ]
 
     def meaning(self, rows: Sequence[Row]) -> tuple[Meaning, str]:
-        """Return the state that rows of one job mean, and the scheduler's own words for it."""
+        """Return the state for the rows of one job, and the scheduler's words for it."""
         readings = []
         for row in rows:
             if row.state not in self.states:
@@ -183,13 +183,13 @@ class JobTemplate:
         return meaning, f"{self.name}: {text}" if text else self.name
 
     def is_busy(self, text: str) -> bool:
-        """Tell whether a command that failed should be asked again."""
+        """Return whether a failed command should be run again."""
         return re.search(self.busy, text) is not None
 
 
 def _pattern(key: str, text: str, groups: tuple[str, ...]) -> re.Pattern[str]:
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # such as of "[[", which is a "[" today
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # e.g. for "[[", which now means "["
             pattern = re.compile(text)
     except re.error as error:
         raise InputError(f"{key} is not a valid pattern: {' '.join(str(error).split())}") from None
@@ -204,13 +204,13 @@ def _filled(word: str, values: Mapping[str, str]) -> str:
 
 
 def _short(text: str) -> str:
-    """The first line of an answer, fit for a message."""
+    """Return the first line of an output, short enough for a message."""
     line = next((line for line in text.splitlines() if line.strip()), "")
     return repr(line[:200]) if line else "nothing"
 
 
 def load_job_template(text: str) -> JobTemplate:
-    """The template that `text` names: a shipped one's id or the path of a TOML file, which may extend a shipped one."""
+    """Return the template with a shipped id, or in a TOML file, which may extend a shipped template."""
     shipped_templates = shipped("jobs")
     if text in shipped_templates:
         return decode(JobTemplate, read_table(shipped_templates[text]), f"template {text}")
@@ -220,7 +220,7 @@ def load_job_template(text: str) -> JobTemplate:
     table = dict(read_table(path))
     if "extends" in table:
         name = table.pop("extends")
-        if name not in (names := tuple(shipped_templates)):  # it may be anything
+        if name not in (names := tuple(shipped_templates)):  # may have any type
             raise InputError(f"{path}: extends {name!r}, which must be one of {', '.join(names)}")
         base = read_table(shipped_templates[name])
         states = table.get("states", {})
@@ -229,7 +229,7 @@ def load_job_template(text: str) -> JobTemplate:
 
 
 def job_template_schema() -> dict[str, Any]:
-    """JSON Schema of a template: it may extend a shipped one, and then leave anything out."""
+    """Return the JSON Schema of a template, in which anything is optional if it extends a shipped template."""
     described = schema(JobTemplate, human_units=True)
     table = described["$defs"]["JobTemplate"]
     required = table.pop("required")

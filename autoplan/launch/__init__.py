@@ -1,1 +1,1 @@
-"""Files that start a run of a plan under every launcher: a module for each kind, and those that they share."""
+"""Launch files for a plan under every launcher: one module per kind, and shared parts."""

@@ -1,4 +1,4 @@
-"""Manifests that start a job on Kubernetes: a ConfigMap with its files, and what runs them on every node.
+"""Manifests that start a job on Kubernetes: a ConfigMap with its files, and the objects that run them on every node.
 
 Fields are those of kubeflow/trainer 8c0f505 (2.3), kubernetes-sigs/jobset 08dfbdf and the last training-operator with
 PyTorchJob, kubeflow/training-operator 7858371^.
@@ -19,13 +19,13 @@ from autoplan.launch.start import Start, dns_name, header
 Table = dict[str, Any]
 
 _FOLDER = "/etc/autoplan"
-_MOST_BYTES = 2**20  # of a ConfigMap
-_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}  # of NVIDIA's and AMD's device plugins
+_MOST_BYTES = 2**20  # limit of a ConfigMap
+_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}  # resource names of the vendors' device plugins
 _RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 
 def trainjob_files(start: Start) -> tuple[File, ...]:
-    """A TrainJob of Kubeflow Trainer, with its runtime for torch."""
+    """Return a TrainJob of Kubeflow Trainer, with its runtime for torch."""
     _check_unlisted(start)
     trainer: Table = {
         "command": _command(),
@@ -49,7 +49,7 @@ def trainjob_files(start: Start) -> tuple[File, ...]:
 
 
 def jobset_files(start: Start) -> tuple[File, ...]:
-    """A JobSet: one indexed Job, or where the plan lists its nodes one Job on each of them, in the order of ranks."""
+    """Return a JobSet with one indexed Job, or with one Job per listed node, in the order of ranks."""
     name = dns_name(start.name)
     if start.hosts:
         jobs = [
@@ -64,7 +64,7 @@ def jobset_files(start: Start) -> tuple[File, ...]:
 
 
 def pytorchjob_files(start: Start) -> tuple[File, ...]:
-    """A PyTorchJob of the older training operator: a master and the other nodes as workers."""
+    """Return a PyTorchJob of the older training operator: a master, and the other nodes as workers."""
     _check_unlisted(start)
 
     def replica(count: int) -> Table:
@@ -120,7 +120,7 @@ def _command() -> list[str]:
 
 
 def _variables(start: Start) -> list[Table]:
-    """Return the variables that may be set, with their defaults, as far as these are plain text."""
+    """Return the variables that the user may set, with their plain-text defaults."""
     return [
         {"name": variable.name, "value": variable.default}
         for variable in start.job.variables
@@ -133,7 +133,7 @@ def _metadata(start: Start) -> Table:
 
 
 def _labels(start: Start) -> Table:
-    """Labels by which all that belongs to the job is found (kubernetes.io/docs/concepts: common labels)."""
+    """Return the labels of all objects of the job (kubernetes.io/docs/concepts: common labels)."""
     return {"app.kubernetes.io/managed-by": "autoplan", "app.kubernetes.io/instance": dns_name(start.name)}
 
 
@@ -147,7 +147,7 @@ def _mounts() -> list[Table]:
 
 
 def _volumes(start: Start) -> list[Table]:
-    """The job's files, and memory that NCCL and data loaders share: a container has 64 MiB of it otherwise."""
+    """Return the volumes: the job's files, and shared memory for NCCL and data loaders (by default only 64 MiB)."""
     name = dns_name(start.name)
     return [{"name": "job", "configMap": {"name": name}}, {"name": "shm", "emptyDir": {"medium": "Memory"}}]
 

@@ -15,7 +15,7 @@ from autoplan.spec.plan_file import PlanFile
 
 
 def torchrun_files(start: Start) -> tuple[File, ...]:
-    """The script of the nodes, which a person starts on each."""
+    """Return the node script, which the user starts on every node."""
     where = ""
     if start.num_nodes > 1:
         where = " on every node" if start.hosts else " on every node, each with its NODE_RANK"
@@ -42,9 +42,9 @@ def launch_files(
     name: str | None = None,
     unlike_nodes: tuple[NodeRange, ...] = (),
 ) -> tuple[File, ...]:
-    """Return the files that start `job`: the one to start with, those that it starts, and those that the job reads.
+    """Return the files that start `job`: the file to start, files started by it, and files that the job reads.
 
-    Manifests for Kubernetes hold all of them.
-    `image` is that of the containers; `name` is the job's, by default that of its model.
+    Manifests for Kubernetes contain all of them.
+    `image` is the container image; `name` is the job's name, by default that of its model.
     """
     return _FILES[launcher](Start.of(plan_file, job, launcher, image, name, unlike_nodes))

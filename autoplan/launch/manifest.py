@@ -1,4 +1,4 @@
-"""Manifests as YAML, with scripts as blocks that can be read and a header of comments."""
+"""Manifests as YAML, with scripts as readable blocks and a header of comments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import yaml
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    """Texts of several lines as blocks, where YAML can hold them so; the same value twice is written twice."""
+    """YAML writer with multi-line text as blocks where possible, and without aliases for repeated values."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -23,6 +23,6 @@ _Dumper.add_representer(str, _text)
 
 
 def manifest(comments: Sequence[str], documents: Sequence[dict[str, Any]]) -> str:
-    """The text of `documents`, below `comments`."""
+    """Return `documents` as YAML, preceded by `comments`."""
     body = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6)
     return "\n".join(comments) + "\n" + body

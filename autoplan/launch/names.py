@@ -1,4 +1,4 @@
-"""Names of the launchers, for the help of the command line, which imports nothing else."""
+"""Names of the launchers, importable by the command-line help without anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bash script that runs on every node of a job, the same under all launchers except for who numbers the nodes."""
+"""Bash script for every node of a job; only the numbering of nodes depends on the launcher."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ NODE_SCRIPT = "launch.sh"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbering:
-    """Shell expansions by which a launcher numbers its nodes; None where a person or a manifest does."""
+    """Shell expansions with which a launcher numbers its nodes; None if the user or a manifest does so."""
 
     rank: str | None = None
     master: str | None = None  # address of rank 0
     num_nodes: str | None = None  # name of a variable
-    looks_up_hosts: bool = False  # where the plan lists the nodes, a node finds itself in the list
+    looks_up_hosts: bool = False  # if the plan lists the nodes, each node finds itself in the list
 
 
-# PET_* are set by the operators of Kubeflow for torchrun: trainer 8c0f505 pkg/runtime/framework/plugins/torch/torch.go,
+# Kubeflow's operators set PET_* for torchrun: trainer 8c0f505 pkg/runtime/framework/plugins/torch/torch.go,
 # training-operator 7858371^ pkg/controller.v1/pytorch/envvar.go; the latter sets MASTER_ADDR and MASTER_PORT too.
 NUMBERING: dict[Launcher, Numbering] = {
     "torchrun": Numbering(looks_up_hosts=True),
@@ -40,7 +40,7 @@ NUMBERING: dict[Launcher, Numbering] = {
 
 
 def node_files(start: Start, how: str) -> tuple[File, ...]:
-    """Return the script of one node and the job's files; `how` says who starts it, and its words go to the program."""
+    """Return the node script and the job's files; `how` says how to start it; its arguments go to the program."""
     job, numbering = start.job, NUMBERING[start.launcher]
     lines = ["#!/bin/bash", *header(start, how), "set -euo pipefail", ""]
     if job.files:
@@ -57,7 +57,7 @@ def node_files(start: Start, how: str) -> tuple[File, ...]:
 
 
 def assignments(variables: list[LaunchVariable]) -> list[str]:
-    """Lines that take variables from the environment, with what they are for."""
+    """Return lines that take variables from the environment, with comments on their purpose."""
     assigned = []
     for variable in variables:
         expansion = ":?must be set" if variable.default is None else f":-{variable.default}"
@@ -67,7 +67,7 @@ def assignments(variables: list[LaunchVariable]) -> list[str]:
 
 
 def _variables(start: Start, numbering: Numbering) -> list[str]:
-    """Return variables a person may set; those that the launcher knows are taken from it, not the environment."""
+    """Return the variables that the user may set; those known to the launcher are taken from it instead."""
     alone = start.num_nodes == 1
     is_listed = bool(start.hosts) and numbering.looks_up_hosts
     rank_range = f"of this node, 0 to {start.num_nodes - 1}"
@@ -91,7 +91,7 @@ def _variables(start: Start, numbering: Numbering) -> list[str]:
 
 
 def _host_lines(hosts: tuple[str, ...]) -> list[str]:
-    """The nodes of the plan in the order of their ranks, and which of them this one is."""
+    """Return lines with the plan's nodes in the order of their ranks, and the lookup of this node."""
     return [
         "# In the order of the ranks.",
         "hosts=(",
@@ -121,7 +121,7 @@ def _array(group: OptionGroup) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """`text` quoted for an array, a comma too: people and shellcheck take it for one between two elements."""
+    """Return `text` quoted for an array, including commas, which look like separators to readers and shellcheck."""
     return f"'{text}'" if shlex.quote(text) == text and "," in text else shlex.quote(text)
 
 

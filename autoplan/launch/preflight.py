@@ -1,4 +1,4 @@
-"""Checks in bash, run on every node before the job starts, that the node is what the plan was made for."""
+"""Bash checks on every node before the job starts that the node matches the plan's cluster."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from autoplan.base.units import MIB
 from autoplan.frameworks.common.header import comment
 from autoplan.launch.start import NodeRange, Start
 
-_RDMA = ("infiniband", "roce", "efa")  # networks whose adapters programs reach through /dev/infiniband
+_RDMA = ("infiniband", "roce", "efa")  # networks with adapters under /dev/infiniband
 
-# How the array `free` comes to hold the free MiB of each device, by the tool of the vendor.
+# Commands that fill the array `free` with the free MiB of each device, by vendor tool.
 _NVIDIA = (
     'query=(nvidia-smi --query-gpu=memory.free --format="csv,noheader,nounits")',
     'if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then query+=(--id="$CUDA_VISIBLE_DEVICES"); fi',
@@ -28,11 +28,11 @@ _AMD = (
     'done <<<"$said"',
 )
 
-# What the driver of a vendor makes, the second in a virtual machine of Windows.
+# Device files of a vendor's driver; the second is used in virtual machines on Windows.
 _NVIDIA_FILES = ("/dev/nvidiactl", "/dev/dxg")
 _AMD_FILES = ("/dev/kfd", "/dev/dxg")
 
-# What profiler/machine/environment.py calls the machine of a measurement.
+# Versions in Python, in the format of profiler/machine/environment.py.
 _VERSIONS = {
     "runtime": 'f"rocm {torch.version.hip}" if torch.version.hip else f"cuda {torch.version.cuda}"',
     "torch": 'f"torch {torch.__version__}"',
@@ -41,10 +41,10 @@ _VERSIONS = {
 
 
 def preflight(start: Start, given_nodes: str | None) -> list[str]:
-    """The lines of the check; `given_nodes` is the variable in which the scheduler says how many nodes there are.
+    """Return the lines of the check; `given_nodes` is the scheduler's variable with the number of nodes.
 
-    A missing program, too few nodes, devices or bytes stop the job, other libraries than those that were measured and a
-    missing network are warned of.
+    A missing program, too few nodes, too few devices or too little memory stop the job; library versions that differ
+    from the measured ones and a missing network only give a warning.
     """
     checks = [
         *_program(start),
@@ -67,7 +67,7 @@ def preflight(start: Start, given_nodes: str | None) -> list[str]:
 
 
 def _program(start: Start) -> list[str]:
-    """Return the check of the file that is started, where a person says in which folder it lies or which it is."""
+    """Return the check that the started file exists, if the user sets its folder or its name."""
     program = start.job.program
     variable = re.match(r'"\$(\w+)', program)
     if variable is None or variable[1] == "HERE":
@@ -87,7 +87,7 @@ def _nodes(start: Start, variable: str | None) -> list[str]:
 
 
 def _devices(start: Start) -> list[str]:
-    """Return the check of the devices and of the free memory of each, by the part that the node belongs to."""
+    """Return the check of the devices and the free memory of each, by the cluster part of the node."""
     lines = []
     for nodes in start.node_ranges:
         last = nodes.first + nodes.num_nodes - 1
@@ -136,7 +136,7 @@ def _network(start: Start) -> list[str]:
 
 
 def _versions(start: Start) -> list[str]:
-    """Return the check of library versions against the timings', on rank 0 alone, as torch takes seconds to import."""
+    """Return the check of library versions against the timings', on rank 0 only, as importing torch takes seconds."""
     machine = start.plan_file.cluster.machine
     if not start.plan_file.timings or machine is None or machine.runtime == "cpu":
         return []

@@ -1,4 +1,4 @@
-"""Scripts that start the script of the nodes on all nodes at once, by sbatch and srun or by mpirun."""
+"""Scripts that start the node script on all nodes at once, with sbatch and srun or with mpirun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LOOK_UP = f"unset MASTER_ADDR NODE_RANK  # {NODE_SCRIPT} looks them up in the l
 
 
 def slurm_files(start: Start) -> tuple[File, ...]:
-    """A batch script and the script of the nodes that it starts; both, and all else, on a shared file system."""
+    """Return a batch script and the node script that it starts; all files must be on a shared file system."""
     has_gpus = start.plan_file.cluster.device.vendor != "cpu"
     lines = [
         "#!/bin/bash",
@@ -21,7 +21,7 @@ def slurm_files(start: Start) -> tuple[File, ...]:
         "#SBATCH --ntasks-per-node=1",
         *([f"#SBATCH --gpus-per-node={start.num_devices}"] if has_gpus else []),
         "#SBATCH --exclusive",
-        # Slurm's order of nodes is that of the ranks, or the list in the script of the nodes is.
+        # Ranks follow Slurm's order of nodes, or the list in the node script.
         f"#SBATCH --nodelist={','.join(start.hosts)}" if start.hosts else "#SBATCH --distribution=block",
         *header(start, f"sbatch {SBATCH_FILE} {_OPTIONS}"),
         "# Partition, account and time limit are options of sbatch; launch.sh lists what the environment may set.",
@@ -44,7 +44,7 @@ def slurm_files(start: Start) -> tuple[File, ...]:
             "export MASTER_ADDR=${nodes%%$'\\n'*}",
         ]
     lines += [
-        # Without cpu-bind=none the processes of a node may share the one core that Slurm gives to its one task.
+        # Without cpu-bind=none the processes of a node may share the single core that Slurm assigns to its task.
         "exec srun --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1 \\",
         f'    bash "$HERE/{NODE_SCRIPT}" "$@"',
     ]
@@ -52,7 +52,7 @@ def slurm_files(start: Start) -> tuple[File, ...]:
 
 
 def mpirun_files(start: Start) -> tuple[File, ...]:
-    """A script that starts that of the nodes by Open MPI, once on each; all files at the same path on all nodes."""
+    """Return a script that starts the node script with Open MPI, once per node; paths are the same on all nodes."""
     names = [variable.name for variable in start.job.variables]
     if start.job.replaceable:
         names.append(f"{start.job.replaceable.name}_ARGS")

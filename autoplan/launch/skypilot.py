@@ -1,4 +1,4 @@
-"""Task file that starts a job on machines that SkyPilot finds, beside the script of the nodes."""
+"""Task file that starts a job on machines provisioned by SkyPilot, in addition to the node script."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autoplan.launch.node_script import NODE_SCRIPT, node_files
 from autoplan.launch.start import Start, dns_name, header
 
 TASK_FILE = "task.yaml"
-# Where SkyPilot's names (0.14.1, utils/gpu_names.py) are not ours in capitals without the form of the board.
+# SkyPilot's names (0.14.1, utils/gpu_names.py) that differ from ours in upper case without the board type.
 _NAMES = {"a100-sxm": "A100-80GB", "a100-pcie": "A100-80GB", "a100-sxm-40": "A100", "v100": "V100-32GB"}
 
 
 def skypilot_files(start: Start) -> tuple[File, ...]:
-    """A task and what it runs, for `sky launch` in their folder, which SkyPilot copies to every node."""
+    """Return a task and the files that it runs, for `sky launch` in their folder, which is copied to every node."""
     if start.hosts and start.num_nodes > 1:
         raise InputError("the plan lists its nodes, and SkyPilot takes others: use a cluster without [[nodes]]")
     device, network = start.plan_file.cluster.device, start.plan_file.cluster.network
@@ -29,7 +29,7 @@ def skypilot_files(start: Start) -> tuple[File, ...]:
         resources["network_tier"] = "best"
     if start.image is not None:
         resources["image_id"] = f"docker:{start.image}"
-    # A null must be filled, or SkyPilot refuses the task: the folder of a checkout is not where the job starts.
+    # SkyPilot requires a value for null: the user must set the checkout folder, since the job starts elsewhere.
     variables = {
         variable.name: None if variable.default == "." else variable.default
         for variable in start.job.variables

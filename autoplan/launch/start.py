@@ -19,7 +19,7 @@ IN_CONTAINERS: tuple[Launcher, ...] = ("trainjob", "jobset", "pytorchjob", "skyp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRange:
-    """Nodes of one part from rank `first`, a device's memory need, and the plan as if all nodes were of that part."""
+    """Nodes of one cluster part from rank `first`, the memory need per device, and the plan for that part alone."""
 
     part: str
     first: int
@@ -30,16 +30,16 @@ class NodeRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A job on `num_nodes` nodes, `hosts` by rank where listed; `node_ranges` are the parts of its cluster."""
+    """A job on `num_nodes` nodes, with `hosts` by rank if listed; `node_ranges` are the parts of its cluster."""
 
-    name: str  # by which the scheduler knows it
+    name: str  # name in the scheduler
     plan_file: PlanFile
     job: Job
     launcher: Launcher
     num_nodes: int
     num_devices: int
     hosts: tuple[str, ...]
-    image: str | None  # of the containers that it runs in
+    image: str | None  # container image
     node_ranges: tuple[NodeRange, ...]
 
     @classmethod
@@ -52,7 +52,7 @@ class Start:
         name: str | None = None,
         unlike_nodes: tuple[NodeRange, ...] = (),
     ) -> Start:
-        """Return the start of a plan on equal nodes unless unlike ones are given; InputError where there are none."""
+        """Return the start of a plan, on equal nodes unless `unlike_nodes` are given; InputError for a bad `image`."""
         num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.best.plan.num_devices)
         hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
         if image is not None and launcher not in IN_CONTAINERS:
@@ -85,7 +85,7 @@ class Start:
 
     @property
     def environment(self) -> tuple[EnvironmentVariable, ...]:
-        """Variables that the job relies on, and those for what was priced and NCCL does not do by itself."""
+        """Variables that the job needs, including those for priced features that NCCL does not enable by default."""
         settings = self.job.environment
         if self.num_nodes > 1 and self.plan_file.cluster.network.sharp:
             note = "sums in the switches, as priced; needs NCCL's plugin for SHARP"
@@ -94,7 +94,7 @@ class Start:
 
 
 def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
-    """Return (nodes, devices of each) that hold `num_devices`; part of a node is used only where one node is enough."""
+    """Return (nodes, devices per node) for `num_devices`; part of a node is used only if one node is enough."""
     per_node = cluster.devices_per_node
     if num_devices <= per_node:
         return 1, num_devices
@@ -107,7 +107,7 @@ def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
 
 
 def header(start: Start, how: str) -> list[str]:
-    """The comment at the top of each file; `how` says what to do with it."""
+    """Return the comment at the top of each file; `how` says how to use the file."""
     lines = [*plan_header(start.plan_file, start.job.framework), comment(f"Start: {how}")]
     if len(start.node_ranges) > 1:
         nodes = ", ".join(f"{_ranks(nodes)} {nodes.part}" for nodes in start.node_ranges)
@@ -123,18 +123,18 @@ def _ranks(nodes: NodeRange) -> str:
 
 
 def dns_name(text: str) -> str:
-    """`text` cut down to a DNS label (RFC 1035) that leaves room for what controllers append to it."""
+    """Return `text` shortened to a DNS label (RFC 1035), with room for suffixes that controllers append."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return (name if name[:1].isalpha() else f"plan-{name}")[:40].strip("-")
 
 
 def script(name: str, lines: list[str]) -> File:
-    """An executable file of these lines."""
+    """Return an executable file with these lines."""
     return File(name=name, text="\n".join(lines) + "\n", executable=True)
 
 
 def _host(name: str) -> str:
-    """The name of a node, refused where a shell or Slurm would read more than a name in it."""
+    """Return the name of a node; InputError if a shell or Slurm would not read it as a plain name."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise InputError(f"node {name!r} is not a host name: correct [[nodes]] in the cluster file")
     return name

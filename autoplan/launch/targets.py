@@ -1,4 +1,4 @@
-"""Files that start a plan, for every target and launcher."""
+"""Launch files of a plan, for every target and launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoplan.spec.training import TrainingSpec
 
 
 def job_of(plan_file: PlanFile, to: str) -> Job:
-    """The job of a plan for the target `to`, NAME or NAME@VERSION; an `InputError` says why there is none."""
+    """Return the job of a plan for the target `to`, NAME or NAME@VERSION; raises InputError if there is none."""
     target = find_target(to, plan_file.framework)
     if why := refused_training(target, plan_file.training):
         raise InputError(why)
@@ -24,7 +24,7 @@ def job_of(plan_file: PlanFile, to: str) -> Job:
 
 
 def refused_training(target: Target, training: TrainingSpec) -> str:
-    """Say what of the training a target cannot express, and the way out; empty where it can express all of it."""
+    """Describe what a target cannot express of the training, and the way out; empty if it can express all of it."""
     if not (refused := _refused(target, training)):
         return ""
     able = [name for name, candidate in TARGETS.items() if not _refused(candidate, training)]
@@ -33,7 +33,7 @@ def refused_training(target: Target, training: TrainingSpec) -> str:
 
 
 def _refused(target: Target, training: TrainingSpec) -> str:
-    """Say what of the training a target cannot express."""
+    """Describe what a target cannot express of the training."""
     finetuning = training.finetuning
     if finetuning is not None and (finetuning.has_adapters or finetuning.frozen):
         refused = target.refused_tuning(finetuning) if target.refused_tuning else str(finetuning)
@@ -54,12 +54,12 @@ def exported(
     num_steps: int | None = None,
     unlike_nodes: tuple[NodeRange, ...] = (),
 ) -> tuple[File, ...]:
-    """The files that start a plan, the launch file first; `image` is that of the containers that it runs in.
+    """Return the files that start a plan, the launch file first; `image` is the container image.
 
-    The job is named `name`, by default after its model, and takes `num_steps`, where the target can be told.  Where the
-    plan is one for `unlike_nodes`, `plan_file` is that of the first of them.
+    The job is named `name`, by default after its model, and runs `num_steps` if the target supports it.  For a plan on
+    `unlike_nodes`, `plan_file` is that of the first of them.
     """
-    from autoplan.launch.launcher import launch_files  # brings all launchers; a search needs none
+    from autoplan.launch.launcher import launch_files  # imports all launchers, which a search does not need
 
     launcher_name = next((name for name in LAUNCHERS if name == launcher), None)
     if launcher_name is None:
@@ -77,9 +77,9 @@ def exported(
 
 
 def _job_of_all(unlike_nodes: Sequence[NodeRange], to: str) -> Job:
-    """Return the job that runs on all of these nodes, with what the environment of each needs.
+    """Return the job for all of these nodes, with the environment that each needs.
 
-    Raises InputError where they need other options or files.
+    Raises InputError if they need different options or files.
     """
     jobs = [job_of(nodes.plan_file, to) for nodes in unlike_nodes]
     settings = {setting.name: setting for job in jobs for setting in job.environment}

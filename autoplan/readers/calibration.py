@@ -1,4 +1,4 @@
-"""Calibration of a framework on a device: shipped ones and the user's own."""
+"""Calibrations of a framework on a device: shipped ones and the user's own."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from autoplan.spec.calibration import FACTORS, TIME_SPREADS, Calibration
 from autoplan.spec.framework import Framework
 from autoplan.topology.cluster import DeviceSpec
 
-# Of runs that are priced as those of another framework, which works like theirs: nine tenths of the 60 of six sources
-# that fill more than four tenths of a device are within .29, and of the 46 beyond six tenths within .18: .18 and .11.
+# For runs priced with the facts of a similar framework: 90 % of the 60 runs (six sources) that use more than 40 % of a
+# device's memory are within .29, and 90 % of the 46 runs above 60 % within .18: .18 and .11.
 KIN_MEMORY_SPREAD = 0.15
 
 
@@ -27,10 +27,10 @@ def shipped_calibrations() -> dict[str, Calibration]:
 
 
 def built_in_calibration(framework: Framework, device: DeviceSpec, *, is_kin: bool = False) -> Calibration:
-    """Return the calibration that ships for `framework` on the generation of a device.
+    """Return the shipped calibration for `framework` on the generation of a device.
 
-    On a device whose own rates nobody measured it counts as fitted to no run.  `is_kin`: the runs are of another
-    framework, which none describes, and this one works like it.
+    If the device's own rates are not measured, the calibration counts as fitted to no run.  `is_kin`: the runs use
+    another framework without facts, which is similar to `framework`.
     """
     calibration = calibration_among(
         shipped_calibrations(), framework.calibration_name, device.generation, is_kin=is_kin
@@ -41,10 +41,10 @@ def built_in_calibration(framework: Framework, device: DeviceSpec, *, is_kin: bo
 def calibration_among(
     calibrations: Mapping[str, Calibration], framework: str, generation: str, *, is_kin: bool = False
 ) -> Calibration:
-    """Return the calibration of a framework on a generation, as far as `calibrations` tell.
+    """Return the calibration of a framework on a generation, chosen from `calibrations`.
 
-    Where none is of both, it says what is unseen, and holds what the runs were like under this framework elsewhere, or
-    under any.
+    If none matches both, the result says what is unseen, and is based on runs of this framework on other generations,
+    or of any framework.
     """
     exact = calibrations.get(f"{framework}-{generation}")
     if exact and exact.blocks and not is_kin:
@@ -67,12 +67,12 @@ def calibration_among(
 
 
 def load_calibration(path: Path) -> Calibration:
-    """The calibration in a TOML file."""
+    """Return the calibration in a TOML file."""
     return decode(Calibration, read_table(path), str(path))
 
 
 def calibration_text(calibration: Calibration) -> str:
-    """A calibration as TOML; factors of 1 are left out."""
+    """Return a calibration as TOML, without factors of 1."""
     lines = [f"name = {_quoted(calibration.name)}"]
     lines += [f"{name} = {value:.4g}" for name in FACTORS if (value := getattr(calibration, name)) != 1.0]
     lines += [

@@ -15,9 +15,9 @@ from autoplan.base.names import suggestion
 from autoplan.readers.device import based_on, device_schema, device_table, preset_devices
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, LinkLevel
 
-_COMPLETED = ("levels", "network")  # keys of a file that a similar cluster stands in for
+_COMPLETED = ("levels", "network")  # keys of a file that may come from a similar cluster
 _SIZED = re.compile(r"(?P<name>[A-Za-z0-9._ -]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
-# Sizes as people write them elsewhere: 8xH100, 2x8xH100; H100x8, h100:8.
+# Common notations of sizes: 8xH100, 2x8xH100; H100x8, h100:8.
 _COUNTED = (
     re.compile(r"(?:(?P<nodes>\d{1,9})x)?(?P<devices>\d{1,9}) ?x ?(?P<name>[A-Za-z][A-Za-z0-9._ -]*)"),
     re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9._ -]*?)(?P<nodes>(?!))? ?[:x] ?(?P<devices>\d{1,9})"),
@@ -26,14 +26,14 @@ _COUNTED = (
 
 @cache
 def preset_clusters() -> tuple[str, ...]:
-    """Ids of the shipped clusters: those with a file, and devices in nodes of eight like those of a similar device."""
+    """Return the ids of the shipped clusters: those with a file, and 8-device nodes of all other shipped devices."""
     with_file = shipped("clusters")
     placed = {read_table(path)["device"] for path in with_file.values()}
     return tuple(sorted({*with_file, *(name for name in preset_devices() if name not in placed)}))
 
 
 def load_cluster(text: str) -> ClusterSpec:
-    """The cluster that `text` names: NAME, NAME:NODESxDEVICES, or the path of a TOML file."""
+    """Return the cluster for NAME, NAME:NODESxDEVICES, or the path of a TOML file."""
     path = Path(text)
     if path.suffix == ".toml" or is_file(path):
         return cluster_from_table(read_table(path), str(path))
@@ -55,7 +55,7 @@ def load_cluster(text: str) -> ClusterSpec:
 
 
 def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
-    """Return a cluster of this many devices like this one: whole nodes, or part of one; their names are not known."""
+    """Return a similar cluster with this many devices: whole nodes, or part of one; node names are unknown."""
     if num_devices == cluster.num_devices:
         return cluster
     nodes, remainder = divmod(num_devices, cluster.devices_per_node)
@@ -69,7 +69,7 @@ def of_size(cluster: ClusterSpec, num_devices: int) -> ClusterSpec:
 
 
 def _known_name(text: str) -> str:
-    """Return the id of the shipped cluster that `text` names, in whatever common spelling."""
+    """Return the id of the shipped cluster named by `text`, in any common spelling."""
     if text in shipped("clusters") or text in preset_clusters():
         return text
     if name := _spellings().get(_plain(text)):
@@ -82,7 +82,7 @@ def _known_name(text: str) -> str:
 
 
 def _recounted(text: str) -> str:
-    """Return what to write for a cluster whose size is written in another way; empty where it is not."""
+    """Return the correct spelling of a cluster whose size is in another notation; empty if it is not."""
     for pattern in _COUNTED:
         if (counted := pattern.fullmatch(text)) and (name := _spellings().get(_plain(counted["name"]))):
             devices, of_node = int(counted["devices"]), _preset(name).devices_per_node
@@ -95,7 +95,7 @@ def _recounted(text: str) -> str:
 
 @cache
 def _spellings() -> dict[str, str]:
-    """Return the ids of the shipped clusters by all their names, plain."""
+    """Return the ids of the shipped clusters by all their normalised names."""
     names = read_table(shipped()["cluster_names"])
     by_alias = {_plain(name): cluster for cluster, listed in names.items() for name in listed}
     return by_alias | {_plain(cluster): cluster for cluster in preset_clusters()}
@@ -113,7 +113,7 @@ def _preset(name: str) -> ClusterSpec:
 
 
 def _of_node(level: LinkLevel, devices: int) -> LinkLevel:
-    """The link that joins a node, for a node of another size; a mesh loses the links to the devices that are gone."""
+    """Return the link within a node, for a node of another size; a mesh loses the links to the missing devices."""
     shares = level.mesh_shares[: max(devices - 1, 1)]
     evenly = min(max(devices - 1, 1) / max(level.num_devices - 1, 1), 1.0) if level.is_mesh else 1.0
     share = shares[-1] if shares else evenly
@@ -126,11 +126,11 @@ def _of_node(level: LinkLevel, devices: int) -> LinkLevel:
 
 
 def _resized(cluster: ClusterSpec, devices: int) -> tuple[LinkLevel, ...]:
-    """The levels of `cluster` for nodes of another size.
+    """Return the levels of `cluster` for nodes of another size.
 
-    The link that joins its node joins the node of this size, or where that shrinks to an inner domain the inner link
-    does; an inner link whose domain does not divide the node is left out; a rack-wide one joins as many whole nodes as
-    its rack holds.
+    The link within its node connects the node of this size, or the inner link does if the node shrinks to an inner
+    domain; an inner link whose domain does not divide the node is left out; a rack-wide link connects as many whole
+    nodes as fit into its rack.
     """
     size = cluster.devices_per_node
     usable = []
@@ -146,7 +146,7 @@ def _resized(cluster: ClusterSpec, devices: int) -> tuple[LinkLevel, ...]:
 
 
 def cluster_schema() -> dict[str, Any]:
-    """JSON Schema of a cluster file: its device is a table or the id of a shipped one."""
+    """Return the JSON Schema of a cluster file, whose device is a table or the id of a shipped device."""
     described = schema(ClusterSpec, human_units=True)
     described["$defs"]["DeviceSpec"] = device_schema()["$defs"]["DeviceSpec"]
     cluster = described["$defs"]["ClusterSpec"]
@@ -157,10 +157,10 @@ def cluster_schema() -> dict[str, Any]:
 
 
 def cluster_from_table(table: dict[str, Any], where: str) -> ClusterSpec:
-    """Decode a cluster whose `device` is the id of a shipped device or a table of its own.
+    """Decode a cluster whose `device` is the id of a shipped device or a table.
 
-    Links and network that a file leaves out are those of the shipped cluster that it names in `based_on`, else of the
-    one with its device, else of the one with the device whose figures stand in for those of its own.
+    Links and network missing in a file come from the shipped cluster in its `based_on`, otherwise from the cluster with
+    its device, otherwise from the cluster with the device that completes its own device.
     """
     device = table.get("device")
     if isinstance(device, str | dict):
@@ -173,7 +173,7 @@ def cluster_from_table(table: dict[str, Any], where: str) -> ClusterSpec:
 
 
 def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the table of a cluster with the links, the network and the host that it leaves out."""
+    """Return the table of a cluster completed with missing links, network and host."""
     has_links = isinstance(device, str) and device in shipped("clusters")
     name = table.get("based_on", device if has_links else based_on(device, where))
     if name not in preset_clusters():
@@ -181,7 +181,7 @@ def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) 
         raise InputError(f"{where}: based_on names no built-in cluster: {meant}")
     base, size = _preset(name), table.get("devices_per_node")
     if not isinstance(size, int) or not 1 <= size <= MAX_DEVICES:
-        return table  # the decoder says so
+        return table  # the decoder reports the error
     spec = decode(DeviceSpec, table["device"], where)
     levels = [
         replace(level, bandwidth_bytes_per_s=spec.host_link_bytes_per_s) if level.kind == "pcie" else level
@@ -199,7 +199,7 @@ def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) 
 
 
 def _expanded(group: Any, where: str) -> Any:
-    """A group of nodes whose `names` may be host lists, 'gpu[001-016]'; the decoder says what else is wrong with it."""
+    """Return a group of nodes with expanded host lists in `names`, 'gpu[001-016]'; other errors are the decoder's."""
     names = group.get("names") if isinstance(group, dict) else None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         return group

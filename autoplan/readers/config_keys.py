@@ -1,4 +1,4 @@
-"""Values under the keys of a Hugging Face config.json, and what expressions of keys come to."""
+"""Values of the keys of a Hugging Face config.json, and evaluation of expressions of keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoplan.spec.model import (
     WindowAttention,
 )
 
-MOST = 10**9  # of any count in a config.json
+MOST = 10**9  # limit of any count in a config.json
 ABSENT: Any = object()
 _PARTS: dict[str, type] = {
     "": ModelSpec,
@@ -37,20 +37,20 @@ _PARTS: dict[str, type] = {
 
 @functools.cache
 def key_table() -> dict[str, Any]:
-    """Return what the keys mean, by model_type."""
+    """Return the meaning of the keys, by model_type."""
     return read_table(shipped()["huggingface"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """Content of a config.json and what its model_type makes of the keys."""
+    """Content of a config.json, with the meaning of its keys for the model_type."""
 
     config: dict[str, Any]
     kind: str
     rules: dict[str, Any]
 
     def get(self, key: str) -> Any:
-        """Value in the file under a key whose dots enter tables."""
+        """Return the value of a key in the file; dots in the key enter tables."""
         value: Any = self.config
         for step in key.split("."):
             if value is ABSENT or value is None:
@@ -66,24 +66,24 @@ class Keys:
         return value
 
     def assumed(self, key: str) -> Any:
-        """Value in the file, or else the default of the transformers class."""
+        """Return the value in the file, or the default of the transformers class."""
         value = self.get(key)
         return self.rules.get("absent", {}).get(key, ABSENT) if value is ABSENT else value
 
     def sizes(self, text: str) -> tuple[int, int]:
-        """Inputs and outputs of a matrix, from two expressions with an x between."""
+        """Return inputs and outputs of a matrix, from two expressions with an x between them."""
         inputs, outputs = map(self.number, text.split(" x "))
         return inputs, outputs
 
     def count(self, key: str) -> int:
-        """The whole number under a key that the windows need."""
+        """Return the integer under a key that the attention windows need."""
         value = typed(key, self.assumed(key), int)
         if value is ABSENT:
             raise InputError(f"{key} is null: {self.kind} models with a window need it")
         return int(value)
 
     def number(self, expression: str) -> int:
-        """What an expression of keys and numbers comes to; true counts as 1."""
+        """Evaluate an expression of keys and numbers; true counts as 1."""
         for look_up in (self.get, self.assumed):
             for text in expression.split("|"):
                 value = computed(text.split(), int, lambda key, look_up=look_up: _as_number(look_up(key)))  # type: ignore[misc]
@@ -92,7 +92,7 @@ class Keys:
         raise InputError(f"{expression} is missing: {self.kind} models need it")
 
     def value(self, part: str, inner: str, expression: str) -> Any:
-        """The value of one field, `ABSENT` where its default holds; the file comes before the class's assumptions."""
+        """Return the value of a field, or `ABSENT` for its default; the file takes precedence over class defaults."""
         field = next(inner_field for inner_field in fields(_PARTS[part]) if inner_field.name == inner)
         hint = typing.get_type_hints(_PARTS[part])[inner]
         choices = self.rules.get("choices", {}).get(inner)
@@ -110,14 +110,14 @@ class Keys:
         return ABSENT
 
     def chosen(self, key: str, choices: dict[str, Any]) -> Any:
-        """What a word under a key stands for."""
+        """Return the meaning of a word under a key."""
         word = typed(key, self.assumed(key), str)
         if word not in choices:
             raise InputError(f"{key} = {show(word)} is not covered for {self.kind}, only {', '.join(choices)}")
         return choices[word]
 
     def kinds(self, key: str, allowed: tuple[str, ...]) -> list[str]:
-        """A list with one word a layer."""
+        """Return a list with one word per layer."""
         value = self.get(key)
         if not isinstance(value, list) or not value:
             raise InputError(f"{key} must be a list with one word a layer, got {show(value)}")
@@ -128,7 +128,7 @@ class Keys:
 
 
 def show(value: Any) -> str:
-    """Return a value as a message quotes it, cut short."""
+    """Return a value for a message, truncated."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -138,7 +138,7 @@ def _as_number(value: Any) -> Any:
 
 
 def computed(terms: list[str], kind: type, look_up: Callable[[str], Any]) -> Any:
-    """The value of `key`, or of sums of products and quotients of keys and numbers; `ABSENT` where a key has none."""
+    """Evaluate a key, or sums of products and quotients of keys and numbers; `ABSENT` if a key has no value."""
     values = [_summed(term.split("+"), kind, look_up) for term in terms[::2]]
     if any(value is ABSENT for value in values):
         return ABSENT
@@ -154,7 +154,7 @@ def computed(terms: list[str], kind: type, look_up: Callable[[str], Any]) -> Any
 
 
 def _summed(keys: list[str], kind: type, look_up: Callable[[str], Any]) -> Any:
-    """The value of a key or number, or the sum of several."""
+    """Return the value of a key or number, or the sum of several."""
     values = [int(key) if key.isdigit() else typed(key, look_up(key), kind) for key in keys]
     if len(values) == 1 or any(value is ABSENT for value in values):
         return values[0] if len(values) == 1 else ABSENT
@@ -162,7 +162,7 @@ def _summed(keys: list[str], kind: type, look_up: Callable[[str], Any]) -> Any:
 
 
 def typed(key: str, value: Any, kind: type) -> Any:
-    """`value` if it is of the type that the field has; null is no value."""
+    """Return `value` if it has the type of the field; null means no value."""
     if value is ABSENT or value is None:
         return ABSENT
     is_number = isinstance(value, int | float) and not isinstance(value, bool)

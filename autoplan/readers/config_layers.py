@@ -1,4 +1,4 @@
-"""Which blocks the layers of a Hugging Face config.json are made of: hybrids, windows, experts."""
+"""Blocks in the layers of a Hugging Face config.json: hybrids, attention windows, experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoplan.spec.model import Experts
 
 
 def layer_pattern(keys: Keys) -> str:
-    """The layer pattern of a hybrid, from its text or from its list of block types."""
+    """Return the layer pattern of a hybrid, from its text or its list of block types."""
     if "hybrid" in keys.rules:
         return _paired_pattern(keys, keys.rules["hybrid"])
     listed = keys.get("layers_block_type")
@@ -24,7 +24,7 @@ def layer_pattern(keys: Keys) -> str:
 
 
 def _paired_pattern(keys: Keys, rule: dict[str, str]) -> str:
-    """The layer pattern of layers that have Mamba or attention, and behind it a feed-forward block or none."""
+    """Return the layer pattern of layers with Mamba or attention, followed by a feed-forward block or none."""
     num_layers = keys.value("", "num_layers", keys.rules.get("keys", {}).get("num_layers", "num_hidden_layers"))
     if "unit" in rule:
         return rule["unit"] * num_layers
@@ -32,7 +32,7 @@ def _paired_pattern(keys: Keys, rule: dict[str, str]) -> str:
     if "layers" in rule and keys.get(rule["layers"]) not in (ABSENT, None):
         symbols = symbols | {"attention": rule.get("attention_symbol", "*")}
         first = [symbols[kind] for kind in keys.kinds(rule["layers"], tuple(symbols))]
-        if rule["layers"] == "block_types":  # again and again
+        if rule["layers"] == "block_types":  # the list repeats
             first = (first * num_layers)[:num_layers]
         if len(first) != num_layers:
             raise InputError(f"{rule['layers']} has {len(first)} entries, the model has {num_layers} layers")
@@ -53,15 +53,15 @@ def _paired_pattern(keys: Keys, rule: dict[str, str]) -> str:
 
 
 def _every(keys: Keys, names: str, num_layers: int) -> list[bool]:
-    """Which layers have what comes once in a period, at an offset, under two keys."""
+    """Return which layers match a period and an offset, given under two keys."""
     period, offset = (keys.count(name) for name in names.split())
     return [bool(period) and at % period == offset for at in range(num_layers)]
 
 
 def windows(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return which layers attend to a window, or linearly, and the size of it.
+    """Return which layers have window or linear attention, and the window size.
 
-    In a regular order, or in a `layer_pattern` of two symbols a layer of `sizes`.
+    The order is regular, or a `layer_pattern` in `sizes` with two symbols per layer.
     """
     num_layers = sizes["num_layers"]
     rule = keys.rules.get("window")
@@ -79,7 +79,7 @@ def windows(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         if len(sees_all) != num_layers:
             raise InputError(f"layer_types has {len(sees_all)} entries, the model has {num_layers} layers")
     elif "full_layers" in rule and keys.get(rule["full_layers"]) not in (ABSENT, None):
-        numbers = keys.get(rule["full_layers"])  # from one
+        numbers = keys.get(rule["full_layers"])  # counted from one
         sees_all = [at + 1 in numbers for at in range(num_layers)] if isinstance(numbers, list) else []
         if not any(sees_all):
             raise InputError(f"{rule['full_layers']} must be a list of layer numbers, got {show(numbers)}")
@@ -110,7 +110,7 @@ def windows(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def expert_layers(keys: Keys, num_layers: int) -> dict[str, int]:
-    """`num_dense_layers` or `interval`, where the file lists layers by number."""
+    """Return `num_dense_layers` or `interval` if the file lists layers by number."""
     if keys.get("mlp_layer_types") not in (ABSENT, None):
         sparse = [kind == "sparse" for kind in keys.kinds("mlp_layer_types", ("dense", "sparse"))]
         if sparse == sorted(sparse):

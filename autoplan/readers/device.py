@@ -1,7 +1,7 @@
-"""Devices, from a shipped file or a table of the user's own that may leave out what a similar device says.
+"""Devices, from a shipped file or a user's table that may leave values to a similar device.
 
-A datasheet gives memory, its bandwidth and a peak.  What else pricing needs (the sustained shares of both rates, the
-kernels' curves) is taken from the shipped device that the file names in `based_on`, else from the most similar one.
+A datasheet gives memory, its bandwidth and a peak.  The other values that the cost model needs (the sustained fractions
+of both rates, the kernel curves) come from the shipped device named in `based_on`, or from the most similar one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from autoplan.base.names import suggestion
 from autoplan.base.units import file_keys
 from autoplan.topology.cluster import DeviceSpec
 
-# Standard deviation of the logarithm of the step of a device whose rates nobody measured: that of the sustained share
-# of the peak among the shipped accelerators (.46 to .96).
+# Standard deviation of the log step time of a device without measured rates: that of the sustained fraction of peak
+# among the shipped accelerators (.46 to .96).
 UNMEASURED_SPREAD = 0.2
 LISTED = "autoplan list devices shows all"
-DATASHEET = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s")  # without which no device is
-_KIN = ("vendor", "generation")  # that a file may give, of which the similar device then has to be
+DATASHEET = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s")  # required for any device
+_KIN = ("vendor", "generation")  # optional in a file; the similar device must then match
 _TAKEN = (
     "vendor",
     "generation",
@@ -37,19 +37,19 @@ _TAKEN = (
 
 
 def preset_devices() -> tuple[str, ...]:
-    """Ids of the shipped devices."""
+    """Return the ids of the shipped devices."""
     return tuple(shipped("devices"))
 
 
 @lru_cache(maxsize=128)
 def load_device(name: str) -> DeviceSpec | None:
-    """Return the shipped device of that id; None where there is none."""
+    """Return the shipped device with this id, or None."""
     path = shipped("devices").get(name)
     return decode(DeviceSpec, completed(read_table(path), f"device {name}"), f"device {name}") if path else None
 
 
 def device_table(device: str | dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the whole table of a shipped device, or of one that leaves figures out; InputError where none has them."""
+    """Return the complete table of a shipped device or of a partial table; InputError if values cannot be completed."""
     if isinstance(device, dict):
         return completed(device, where)
     path = shipped("devices").get(device)
@@ -59,7 +59,7 @@ def device_table(device: str | dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def based_on(device: str | dict[str, Any], where: str) -> str:
-    """Return the id of the shipped device whose figures stand in for missing ones; of a whole device, its own name."""
+    """Return the id of the shipped device that provides missing values; for a complete device, its own name."""
     table = device if isinstance(device, dict) else read_table(shipped("devices")[device])
     if "based_on" in table or _is_partial(table):
         return _base(table, where)
@@ -67,7 +67,7 @@ def based_on(device: str | dict[str, Any], where: str) -> str:
 
 
 def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the table of a device with the figures that it leaves out, in SI; a whole one as it is."""
+    """Return the table of a device completed with missing values, in SI; a complete table is unchanged."""
     if "based_on" not in table and not _is_partial(table):
         return table
     base = load_device(_base(table, where))
@@ -79,7 +79,7 @@ def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
         inherited["visible_memory_bytes"] = datasheet["memory_bytes"] * base.visible_memory_bytes / base.memory_bytes
     if "gemm_efficiency" in datasheet or base.narrow_gemm_efficiency is None:
         inherited.pop("narrow_gemm_efficiency", None)
-    # Curves keep their shape, and what they reach its ratio to what is sustained.
+    # Curves keep their shape, and the ratio of burst to sustained efficiency.
     pace = datasheet.get("gemm_efficiency", base.gemm_efficiency) / base.gemm_efficiency
     if "gemm" not in datasheet:
         inherited["gemm"] = _curve(base.gemm, base.name, pace, "burst_efficiency")
@@ -99,7 +99,7 @@ def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _datasheet_of(table: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return what a device's table holds, in SI; refuse unknown keys and a datasheet that is not complete."""
+    """Return the values in a device's table, in SI; unknown keys and an incomplete datasheet are errors."""
     try:
         datasheet = to_fields(DeviceSpec, table, needed=DATASHEET)
     except InputError as error:
@@ -118,13 +118,13 @@ def _is_number(value: object) -> bool:
 
 
 def _is_partial(table: dict[str, Any]) -> bool:
-    """Return whether a table leaves out a figure that `DeviceSpec` has no default for."""
+    """Return whether a table lacks a value that has no default in `DeviceSpec`."""
     keys = [file_keys(field.name) for field in fields(DeviceSpec) if field.name in (*_TAKEN, "visible_memory_bytes")]
     return any(not set(names) & table.keys() for names in keys if names[-1] != "narrow_gemm_efficiency")
 
 
 def _base(table: dict[str, Any], where: str) -> str:
-    """Return the id of the shipped device that `based_on` names, else of the one with the most similar datasheet."""
+    """Return the id of the shipped device in `based_on`, or of the one with the most similar datasheet."""
     name = table.get("based_on")
     if name is not None:
         if name not in preset_devices():
@@ -158,13 +158,13 @@ def _base(table: dict[str, Any], where: str) -> str:
 
 
 def _curve(curve: GemmCurve | AttentionCurve, name: str, pace: float, *levels: str) -> dict[str, Any]:
-    """Return a curve of another device with what it reaches scaled, as a table."""
+    """Return the curve of another device with its efficiencies scaled, as a table."""
     scaled = {level: min(pace * getattr(curve, level), 1.0) for level in levels}
     return {**asdict(curve), **scaled, "source": f"{name} values"}
 
 
 def device_schema() -> dict[str, Any]:
-    """JSON Schema of a device's table: what a datasheet has to give is required, all else may be another device's."""
+    """Return the JSON Schema of a device's table, in which only the datasheet values are required."""
     described = schema(DeviceSpec, human_units=True)
     device, datasheet = described["$defs"]["DeviceSpec"], {key for name in DATASHEET for key in file_keys(name)}
     device["properties"]["based_on"] = {"enum": list(preset_devices())}

@@ -1,4 +1,4 @@
-"""Fine-tuning from what is typed, PEFT's adapter_config.json, and the YAML of axolotl, LLaMA-Factory and TRL."""
+"""Fine-tuning from the command line, PEFT's adapter_config.json, or YAML of axolotl, LLaMA-Factory and TRL."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoplan.spec.preference import Preference
 ADAPTER_CONFIG = "adapter_config.json"
 _OF_ADAPTERS = ("r", "targets", "dropout", "quantize", "train")  # settings of all methods but full
 METHODS = ("lora", "dora", "qlora", "qdora", "full")
-# Settings of a file that are read here, or that set values and no sizes.
+# Settings of a file that are read here, or that do not affect sizes.
 OF_LLAMA_FACTORY = (
     *("finetuning_type", "stage", "lora_rank", "lora_target", "lora_dropout", "use_dora", "quantization_bit"),
     *("double_quantization", "additional_target", "lora_alpha", "quantization_method", "use_rslora"),
@@ -32,7 +32,7 @@ OF_TRL = (
     *("use_peft", "use_bnb_nested_quant", "lora_r", "lora_target_modules", "lora_dropout", "use_dora", "load_in_4bit"),
     *("load_in_8bit", "lora_modules_to_save", "lora_alpha", "bnb_4bit_quant_type", "lora_task_type", "use_rslora"),
 )
-# `optim` of TrainingArguments (OptimizerNames); the first word of an optimizer is the one that is written.
+# `optim` of TrainingArguments (OptimizerNames); the first name of an optimizer is the one written on export.
 OPTIM: dict[str, OptimizerName] = {
     "adamw_torch": "adam",
     "adamw_torch_fused": "adam",
@@ -51,19 +51,19 @@ OPTIM: dict[str, OptimizerName] = {
     "paged_lion_32bit": "lion",
     "sgd": "sgd",
 }
-# Of programs that make their own (axolotl/utils/schemas/enums.py, CustomSupportedOptimizers).
+# Optimizers implemented by the programs themselves (axolotl/utils/schemas/enums.py, CustomSupportedOptimizers).
 OTHER_OPTIM: dict[str, OptimizerName] = {"muon": "muon", "ao_adamw_8bit": "adam8bit", "ao_adamw_4bit": "adam4bit"}
 _OPTIMIZER_KEYS = ("optim", "optimizer")  # of TrainingArguments, of axolotl
-PEFT_RANK = 8  # LoraConfig.r where a config names none; LLaMA-Factory's lora_rank too
+PEFT_RANK = 8  # default of LoraConfig.r and of LLaMA-Factory's lora_rank
 TRL_RANK, TRL_DROPOUT = 16, 0.05  # trl/trainer/model_config.py
 
 
 def load_finetuning(text: str) -> FineTuning:
-    """Return the fine-tuning that a text stands for: a method with its settings, or the path of a file.
+    """Return the fine-tuning described by a text: a method with its settings, or the path of a file.
 
-    Methods are such as "lora:r=16,targets=q_proj+v_proj" or "qlora:r=64,targets=all-linear,quantize=nf4-dq", with r,
-    targets, dropout, quantize, train (embed_tokens, lm_head), and for "full" freeze.  Files are PEFT's
-    adapter_config.json, or its folder, and YAML of axolotl, LLaMA-Factory or TRL.
+    Examples of methods are "lora:r=16,targets=q_proj+v_proj" and "qlora:r=64,targets=all-linear,quantize=nf4-dq";
+    settings are r, targets, dropout, quantize and train (embed_tokens, lm_head), and freeze for "full".  Files are
+    PEFT's adapter_config.json, or its folder, and YAML of axolotl, LLaMA-Factory or TRL.
     """
     method, _, settings = text.partition(":")
     if method in METHODS:
@@ -82,12 +82,12 @@ def load_finetuning(text: str) -> FineTuning:
 
 
 def optimizer_named(word: str) -> str:
-    """Return the optimizer that a word of PyTorch or `transformers` names; else the word."""
+    """Return the optimizer for a name in PyTorch or `transformers`; unknown names are returned unchanged."""
     return {"adamw": "adam", **OPTIM, **OTHER_OPTIM}.get(word, word)
 
 
 def optimizer_of(finetune: str | Path | FineTuning | None) -> OptimizerName | None:
-    """Return the optimizer of a fine-tuning's YAML, None for none; InputError where it is not priced."""
+    """Return the optimizer of a fine-tuning's YAML, or None; raises InputError if it is not priced."""
     path = Path(finetune) if isinstance(finetune, str | Path) else None
     if path is None or path.suffix not in (".yaml", ".yml") or not is_file(path):
         return None
@@ -106,7 +106,7 @@ def optimizer_of(finetune: str | Path | FineTuning | None) -> OptimizerName | No
 def preference_of(
     finetune: str | Path | FineTuning | None, loss: str | None = None, reference: str | None = None
 ) -> Preference | None:
-    """Return the loss over preferences of options or a YAML, else None; InputError where it is not priced."""
+    """Return the preference loss from options or a YAML, or None; raises InputError if it is not priced."""
     path = Path(finetune) if isinstance(finetune, str | Path) else None
     preference = None
     if path is not None and path.suffix in (".yaml", ".yml") and is_file(path):
@@ -126,7 +126,7 @@ def combined(
     lora_targets: str | None = None,
     quantize: str | None = None,
 ) -> FineTuning | None:
-    """Return the fine-tuning that the options of a problem say together; None where they say nothing."""
+    """Return the fine-tuning from all options of a problem together; None if none is set."""
     tuning = finetune if finetune is None or isinstance(finetune, FineTuning) else load_finetuning(str(finetune))
     changes: dict[str, Any] = {}
     if lora_rank is not None:
@@ -150,7 +150,7 @@ def combined(
 
 
 def _names(text: str) -> tuple[str, ...]:
-    """Names of modules joined by commas or +."""
+    """Return module names separated by commas or +."""
     return tuple(name.strip() for name in text.replace("+", ",").split(",") if name.strip())
 
 
@@ -167,7 +167,7 @@ def _from_settings(method: str, settings: str) -> FineTuning:
     if method != "full":
         table = {"rank": PEFT_RANK, "dora": "dora" in method}
     if method.startswith("q"):
-        table |= {"targets": (ALL_LINEAR,), "quantization": "nf4-dq"}  # QLoRA's own choice (arXiv:2305.14314)
+        table |= {"targets": (ALL_LINEAR,), "quantization": "nf4-dq"}  # as in QLoRA (arXiv:2305.14314)
     for setting in settings.split(",") if settings else ():
         name, sign, value = setting.partition("=")
         name = name.strip()
@@ -207,7 +207,7 @@ def _number(text: str, where: str) -> float:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml  # which takes as long to load as much else of a search
+    import yaml  # slow to load compared with a whole search
 
     text = read_text(path)
     try:
@@ -220,7 +220,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _decoded(table: dict[str, Any], where: str) -> FineTuning:
-    """The description in a table of its fields, without those that are None."""
+    """Decode the fine-tuning from a table of fields, ignoring those that are None."""
     return decode(FineTuning, {key: value for key, value in table.items() if value is not None}, where)
 
 
@@ -235,14 +235,14 @@ def _list(value: Any, where: str) -> list[str] | None:
 
 
 def _refuse(table: Mapping[str, Any], keys: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Refuse settings that change what is trained and are not priced; `keys` has the values that change nothing."""
+    """Raise an error for settings that change the training and are not priced; `keys` has the harmless values."""
     for key, harmless in keys.items():
         if (value := table.get(key)) is not None and value not in harmless:
             raise InputError(f"{where}: {key} {str(value)[:40]!r} is not priced: leave it out")
 
 
 def _from_peft(table: dict[str, Any], where: str) -> FineTuning:
-    """PEFT's LoraConfig (peft/tuners/lora/config.py)."""
+    """Return the fine-tuning of PEFT's LoraConfig (peft/tuners/lora/config.py)."""
     if "peft_type" not in table:
         raise InputError(f"{where}: holds no peft_type, as PEFT's {ADAPTER_CONFIG} does")
     if table["peft_type"] != "LORA":
@@ -278,14 +278,14 @@ def _from_yaml(table: dict[str, Any], where: str) -> FineTuning:
 
 
 def _loaded_in(table: Mapping[str, Any], four: Quantization | None, where: str) -> Quantization | None:
-    """Number format of the weights by load_in_4bit, which `four` is where that is set, and load_in_8bit."""
+    """Return the number format of the weights from load_in_4bit (`four` if set) and load_in_8bit."""
     if four and table.get("load_in_8bit"):
         raise InputError(f"{where}: load_in_8bit together with 4-bit weights: leave one of them out")
     return "int8" if table.get("load_in_8bit") else four
 
 
 def of_axolotl(table: Mapping[str, Any], where: str) -> FineTuning:
-    """Return the fine-tuning of axolotl (src/axolotl/utils/schemas/peft.py, loaders/model.py: constants quantised)."""
+    """Return the fine-tuning of axolotl (src/axolotl/utils/schemas/peft.py, loaders/model.py: double quantisation)."""
     adapter = table.get("adapter")
     if adapter in (None, "", False):
         _refuse(table, {"unfrozen_parameters": ([],)}, where)
@@ -313,7 +313,7 @@ def of_axolotl(table: Mapping[str, Any], where: str) -> FineTuning:
 def of_llama_factory(table: Mapping[str, Any], where: str) -> FineTuning:
     """Return the fine-tuning of LLaMA-Factory (src/llamafactory/hparams/finetuning_args.py and model_args.py)."""
     kind = table.get("finetuning_type", "lora")
-    of_stage(table, where)  # refuses those that are not priced
+    of_stage(table, where)  # raises an error for unpriced stages
     if kind == "full":
         return FineTuning()
     if kind != "lora":

@@ -15,19 +15,19 @@ from autoplan.readers.config_layers import expert_layers, layer_pattern, windows
 from autoplan.readers.vision import AROUND, Sizes, described
 from autoplan.spec.model import ModelSpec
 
-_SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only where the layer pattern has the symbol
+_SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only if the layer pattern has the symbol
 _ENCODERS = ("vision_config", "audio_config", "encoder_config")
-_TEXT = "ForCausalLM"  # ends the names of classes that have no encoder
+_TEXT = "ForCausalLM"  # suffix of classes without an encoder
 
 
 def model_types() -> tuple[str, ...]:
-    """The model_types that can be read."""
+    """Return the model_types that can be read."""
     data = key_table()
     return tuple(sorted({*data["types"], *data["same_keys"]}))
 
 
 def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
-    """The model that the config.json `table` describes; `name` is its name, and stands before every message."""
+    """Return the model described by the config.json `table`; `name` is its name, which begins every message."""
     try:
         config, kind = _text_model(table)
         fields = _spec_fields(Keys(config=_by_layers(config), kind=kind, rules=_rules(kind)))
@@ -50,13 +50,13 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
 
 
 def _is_decoder_alone(table: dict[str, Any]) -> bool:
-    """Return whether the class that the file names is the decoder of an encoder-decoder, as BartForCausalLM is."""
+    """Return whether the class in the file is the decoder of an encoder-decoder, like BartForCausalLM."""
     own = f"{re.sub('[-_]', '', str(table.get('model_type')))}{_TEXT}".casefold()
     return isinstance(names := table.get("architectures"), list) and [str(name).casefold() for name in names] == [own]
 
 
 def _without_encoder(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a decoder alone, whose layers keep the weights of their cross attention, unused."""
+    """Return the fields of a stand-alone decoder, whose layers keep the unused weights of cross attention."""
     if "layer_pattern" in fields:
         raise InputError("a decoder without the encoder that some of its layers attend to is not covered")
     hidden, biases = fields["hidden_size"], fields.get("qkv_bias", False)
@@ -66,7 +66,7 @@ def _without_encoder(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_layers(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the table with what `per_layer_config` says of the layers of a kind in full_layers and window_layers."""
+    """Return the table with `per_layer_config` summarised by kind of layer, in full_layers and window_layers."""
     own, kinds = config.get("per_layer_config"), config.get("layer_types")
     if not isinstance(own, dict) or not isinstance(kinds, list):
         return config
@@ -82,7 +82,7 @@ def _by_layers(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_text_alone(table: dict[str, Any]) -> bool:
-    """Return whether the class that the file names has the text model alone, as Qwen3_5ForCausalLM does."""
+    """Return whether the class in the file is a text-only model, like Qwen3_5ForCausalLM."""
     names = table.get("architectures")
     apart = [rules for rules in key_table()["encoder_types"].values() if not rules.get("within_text")]
     is_known = any(table.get("model_type") in rules["in"] for rules in apart)
@@ -90,9 +90,9 @@ def _is_text_alone(table: dict[str, Any]) -> bool:
 
 
 def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the fields of `Encoder` of images or sound before a text model with the fields `text`; None: not read.
+    """Return the `Encoder` fields for images or sound before a text model with the fields `text`; None if not read.
 
-    Where there is one of each, samples are priced with the images' alone, and the other one holds its weights.
+    If there is one of each, samples are priced with images only; the sound encoder counts with its weights.
     """
     given = [table[key] for key in _ENCODERS if table.get(key)]
     if not given or _is_text_alone(table):
@@ -109,8 +109,8 @@ def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | No
 
 
 def _encoder_of(table: dict[str, Any], config: Any, text: dict[str, Any], *, is_alone: bool) -> dict[str, Any] | None:
-    """Return the fields of `Encoder` of one table of the file; None: not read."""
-    # Published files may leave out the type, or call it as the model around it.
+    """Return the `Encoder` fields of one table of the file; None if not read."""
+    # Published files may omit the type, or use that of the surrounding model.
     outer, types = table.get("model_type"), key_table()["encoder_types"]
     known = {rules.get("type", kind): kind for kind, rules in types.items() if outer in rules["in"]}
     if not isinstance(config, dict):
@@ -129,7 +129,7 @@ def _encoder_of(table: dict[str, Any], config: Any, text: dict[str, Any], *, is_
         fields = _spec_fields(keys)
         sizes = Sizes(fields["num_layers"], fields["hidden_size"], fields["ffn_size"], text["hidden_size"])
         around = described(keys) if "around" in rules else AROUND[kind](table, config, sizes)
-    except InputError:  # published files leave sizes to the defaults of a class: the encoder is left out then
+    except InputError:  # published files may leave sizes to class defaults: the encoder is ignored then
         return None
     beside = around._asdict()
     more = {"name": kind, "vocab_size": beside.pop("patch_numbers"), "bidirectional": True, "tied_embeddings": True}
@@ -138,7 +138,7 @@ def _encoder_of(table: dict[str, Any], config: Any, text: dict[str, Any], *, is_
 
 
 def _encoder_rules(kind: str | None) -> dict[str, Any]:
-    """Meaning of the keys of a type of encoder, which may be like another one."""
+    """Return the meaning of the keys of an encoder type, which may be based on another one."""
     rules = key_table()["encoder_types"].get(kind)
     if rules is None:
         return {}
@@ -146,7 +146,7 @@ def _encoder_rules(kind: str | None) -> dict[str, Any]:
 
 
 def _rules(kind: str) -> dict[str, Any]:
-    """Meaning of the keys of a model_type; one with the keys of another may have some of its own."""
+    """Return the meaning of the keys of a model_type, which may extend the keys of another one."""
     types = key_table()["types"]
     own: dict[str, Any] = types.get(kind, {})
     same = key_table()["same_keys"].get(kind)
@@ -154,14 +154,14 @@ def _rules(kind: str) -> dict[str, Any]:
 
 
 def _with(rules: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Rules with those that a type or an encoder has of its own; a key of its own comes before what the others set."""
+    """Return rules extended by those of a type or encoder; its own key takes precedence over inherited settings."""
     fixed = {field: value for field, value in rules.get("set", {}).items() if not own.get("keys", {}).get(field)}
     rules = {**rules, "set": fixed}
     return {**rules, **{part: {**rules.get(part, {}), **entries} for part, entries in own.items()}}
 
 
 def _source_encoder(table: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The fields of `Encoder` of an encoder-decoder: those of the decoder where it has no others."""
+    """Return the `Encoder` fields of an encoder-decoder, by default those of the decoder."""
     rules = _rules(kind)
     fields = _spec_fields(Keys(config=_stack(table, "encoder"), kind=kind, rules=_with(rules, rules["encoder"])))
     around = {"patches": 0, "image_tokens": 0, "embedding": "shared", **fields.pop("encoder", {})}
@@ -169,13 +169,13 @@ def _source_encoder(table: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _stack(table: dict[str, Any], name: str) -> dict[str, Any]:
-    """The table of an encoder or decoder: the file's own, or one in it."""
+    """Return the table of an encoder or decoder: the file itself, or a table in it."""
     inner = table.get(_rules(str(table.get("model_type"))).get("tables", {}).get(name, name))
     return {**table, **inner} if isinstance(inner, dict) else table
 
 
 def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[str, Any], str]:
-    """The table of the text model and its model_type; whatever is not a causal language model is refused."""
+    """Return the table of the text model and its model_type; raises InputError unless it is a causal language model."""
     data, kind = key_table(), table.get("model_type")
     if not isinstance(kind, str):
         raise InputError("model_type " + ("is missing" if kind is None else f"must be text, got {show(kind)}"))
@@ -221,7 +221,7 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
 
 
 def _check_class(table: dict[str, Any], heads: tuple[str, ...], kinds: str) -> None:
-    """Refuse a file whose class has another head."""
+    """Raise an error for a file whose class has another head."""
     names = table.get("architectures")
     if names is not None and not isinstance(names, list):
         raise InputError(f"architectures must be a list of names, got {show(names)}")
@@ -231,7 +231,7 @@ def _check_class(table: dict[str, Any], heads: tuple[str, ...], kinds: str) -> N
 
 
 def _spec_fields(keys: Keys) -> dict[str, Any]:
-    """The fields of ModelSpec, with nested tables."""
+    """Return the fields of ModelSpec, with nested tables."""
     _check_only(keys)
     looked_up: dict[str, str] = {**key_table()["common"], **keys.rules.get("keys", {})}
     result: dict[str, Any] = {}
@@ -255,7 +255,7 @@ def _spec_fields(keys: Keys) -> dict[str, Any]:
         multiple, factor = keys.count(rounded["multiple"]) or 1, typed("", keys.assumed(rounded["factor"]), float)
         result["ffn_size"] = math.ceil(result["hidden_size"] * factor / multiple) * multiple
     if "narrowed" in keys.rules and keys.assumed("block_auto_adjust_ff_dim") is True:
-        # Two thirds of what the file says, in whole blocks (modeling_lfm2.py, Lfm2MLP).
+        # Two thirds of the size in the file, rounded up to whole blocks (modeling_lfm2.py, Lfm2MLP).
         block = keys.count(keys.rules["narrowed"]["blocks_of"]) or 1
         result["ffn_size"] = -(-int(2 * result["ffn_size"] / 3) // block) * block
     if additions := _additions(keys):
@@ -264,12 +264,12 @@ def _spec_fields(keys: Keys) -> dict[str, Any]:
 
 
 def _check_only(keys: Keys) -> None:
-    """Refuse what ModelSpec cannot express."""
+    """Raise an error for anything that ModelSpec cannot express."""
     for key, allowed in keys.rules.get("only", {}).items():
         value = keys.assumed(key)
         same_as = keys.get(allowed) if isinstance(allowed, str) else allowed
         if isinstance(value, list) and value and all(entry in (allowed, same_as) for entry in value):
-            continue  # of every layer
+            continue  # the same in every layer
         if value is not ABSENT and value is not None and value not in (allowed, same_as):
             raise InputError(f"{key} = {show(value)} is not covered for {keys.kind}, only {show(allowed)}")
     for key, parts in keys.rules.get("alike", {}).items():
@@ -279,7 +279,7 @@ def _check_only(keys: Keys) -> None:
 
 
 def _additions(keys: Keys) -> list[dict[str, Any]]:
-    """What blocks have beside the parts of their kind; a matrix with no rows or columns is none."""
+    """Return additional parts of blocks; a matrix without rows or columns is left out."""
     result = []
     for name, parts in keys.rules.get("additions", {}).items():
         if "when" in parts and keys.assumed(parts["when"]) is not True:
@@ -298,7 +298,7 @@ def _additions(keys: Keys) -> list[dict[str, Any]]:
 
 
 def _set(result: dict[str, Any], field: str, value: Any) -> None:
-    """Set a field, or one of a part or of a part within it, by its name with dots."""
+    """Set a field, possibly nested, by its dotted name."""
     *parts, inner = field.split(".")
     for part in parts:
         result = result.setdefault(part, {})

@@ -1,4 +1,4 @@
-"""Lengths of samples: a histogram as text or CSV, or the samples of a JSONL counted."""
+"""Lengths of samples: a histogram as text or CSV, or counted from the samples of a JSONL file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from autoplan.base.files import is_file, read_text
 from autoplan.base.values import parse_count
 from autoplan.spec.lengths import Lengths
 
-MOST_BINS = 256  # lengths that are distinguished; more are put together by their means
-# Of a sample of text: 4.3 to 4.7 for English with vocabularies of 128 thousand, fewer for code and other languages.
+MOST_BINS = 256  # distinct lengths; more are merged, weighted by samples
+# Bytes per token of text samples: 4.3 to 4.7 for English with a vocabulary of 128k, fewer for code and other languages.
 BYTES_PER_TOKEN = 4
-ROUNDING = 1e-9  # of a bin
-_COUNTS = ("num_tokens", "length", "tokens", "n_tokens", "token_count")  # a sample's keys, in the order of trust
+ROUNDING = 1e-9  # relative to a bin
+_COUNTS = ("num_tokens", "length", "tokens", "n_tokens", "token_count")  # a sample's keys, the most reliable first
 _IDS = ("input_ids", "token_ids", "tokens")
-# Of a message: its text, beside which a template writes its role.
+# Keys of a message with its text; a template adds its role.
 _TEXTS = ("content", "value", "text")
 TOKENS_PER_MESSAGE = 4
 _CONVERSATIONS = ("messages", "conversations")
@@ -31,11 +31,11 @@ _NO_TEXT = ("id", "role", "from", "source", "category", "label", "score", "meta"
 
 
 def load_lengths(text: str) -> Lengths:
-    """Return the lengths that a text stands for: TOKENS:SAMPLES,... such as "1k:56,64k:1", or a file of them.
+    """Return the lengths described by a text: TOKENS:SAMPLES,... such as "1k:56,64k:1", or the path of a file.
 
-    A .jsonl file has a sample in each line, whose tokens are the number under num_tokens or length, as many as
-    input_ids has, or by the bytes of its texts (prompts, completions, messages).  Another file is a histogram, with
-    tokens and samples in each line.
+    A .jsonl file has one sample per line, whose tokens are the number under num_tokens or length, the size of
+    input_ids, or an estimate from the bytes of its texts (prompts, completions, messages).  Any other file is a
+    histogram, with tokens and samples in each line.
     """
     path = Path(text)
     if re.fullmatch(r"\s*[0-9][0-9kKmM]*(:[0-9]+)?(\s*,\s*[0-9][0-9kKmM]*(:[0-9]+)?)*\s*", text):
@@ -58,7 +58,7 @@ def _typed(part: str) -> tuple[int, int]:
 
 
 def _of_histogram(path: Path) -> Counter[int]:
-    """The samples of each length in a table of two columns, with or without a line of headings."""
+    """Return the samples of each length in a two-column table, with or without a header line."""
     counts: Counter[int] = Counter()
     for number, line in enumerate(read_text(path).removeprefix("\ufeff").splitlines(), 1):
         cells = re.split(r"[,;:\s]+", line.strip())
@@ -71,7 +71,7 @@ def _of_histogram(path: Path) -> Counter[int]:
 
 
 def _of_samples(path: Path) -> Lengths:
-    """The lengths of the samples in a JSONL, of any size."""
+    """Return the lengths of the samples in a JSONL file of any size."""
     import msgspec
 
     decoder = msgspec.json.Decoder()
@@ -94,7 +94,7 @@ def _of_samples(path: Path) -> Lengths:
 
 
 def _sequences_of(sample: Any) -> Iterator[Any]:
-    """Yield the sequences of a sample: those of both answers of a preference, each with the prompt."""
+    """Yield the sequences of a sample: for a preference both answers, each with the prompt."""
     if not (isinstance(sample, dict) and "chosen" in sample and "rejected" in sample):
         yield sample
         return
@@ -104,13 +104,13 @@ def _sequences_of(sample: Any) -> Iterator[Any]:
 
 
 def _is_answer_alone(value: Any) -> bool:
-    """Return whether the answer of a preference has no prompt in it: it is no conversation that a user begins."""
+    """Return whether the answer of a preference lacks the prompt: it is no conversation that a user begins."""
     first = value[0] if isinstance(value, list) and value else None
     return not isinstance(first, dict) or first.get("role", first.get("from")) in (None, "assistant", "gpt")
 
 
 def _tokens_of(sample: Any, where: str) -> tuple[int, bool]:
-    """(tokens of a sample, whether its text was measured for lack of a count)."""
+    """Return (tokens of a sample, whether they were estimated from its text for lack of a count)."""
     counted = {key: sample[key] for key in _COUNTS if key in sample} if isinstance(sample, dict) else {"": sample}
     for key, count in counted.items():
         if isinstance(count, int | float) and not isinstance(count, bool):
@@ -121,7 +121,7 @@ def _tokens_of(sample: Any, where: str) -> tuple[int, bool]:
         for key in _IDS:
             if isinstance(sample.get(key), list):
                 return max(len(sample[key]), 1), False
-        # Beside a conversation, its prompt and the like say the same once more.
+        # In addition to a conversation, keys such as the prompt only repeat its text.
         conversation = next((key for key in _CONVERSATIONS if sample.get(key)), None)
         beside = (conversation, *_BESIDE_CONVERSATIONS)
         texts = list(_texts({key: sample[key] for key in beside if key in sample} if conversation else sample))
@@ -132,7 +132,7 @@ def _tokens_of(sample: Any, where: str) -> tuple[int, bool]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts of a sample: those of its messages, or of any key that does not say something else."""
+    """Yield the texts of a sample: those of its messages, or under any key that is not known to be something else."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list):
@@ -146,7 +146,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _binned(counts: Counter[int], source: str) -> Lengths:
-    """Return the lengths, of `MOST_BINS` or fewer: others are put together with those that differ least, by ratio."""
+    """Return at most `MOST_BINS` lengths: more are merged to the means of bins of equal width in their logarithm."""
     counts = Counter({max(tokens, 1): samples for tokens, samples in counts.items() if samples})
     if not counts:
         raise InputError(f"--lengths {source}: holds no samples: write a line for each, or their histogram")
@@ -156,7 +156,7 @@ def _binned(counts: Counter[int], source: str) -> Lengths:
     width = (math.log(max(counts)) - shortest) / (MOST_BINS - 1)
     bins: dict[int, list[int]] = {}
     for tokens, samples in counts.items():
-        # The longest, whose memory a step takes, are not put together with others.
+        # The longest samples, which determine the memory of a step, have a bin of their own.
         entry = bins.setdefault(int((math.log(tokens) - shortest) / width + ROUNDING), [0, 0])
         entry[0] += tokens * samples
         entry[1] += samples

@@ -13,7 +13,7 @@ from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster, joined
 
 
 def load_parts(text: str) -> ClusterSpec | MixedCluster:
-    """The cluster of names joined by +, or of a TOML file of parts; equal parts on one network become one."""
+    """Return the cluster for names joined by +, or for a TOML file of parts; equal parts on one network are merged."""
     path = Path(text)
     if path.suffix == ".toml" or is_file(path):
         table = read_table(path)
@@ -39,7 +39,7 @@ def _from_table(table: dict[str, Any], where: str) -> ClusterSpec | MixedCluster
 
 
 def _part(table: dict[str, Any], where: str) -> ClusterSpec:
-    """A part: `cluster` names one as the command line does, or the table describes one."""
+    """Return a part: `cluster` is a name as on the command line, or the table describes the cluster."""
     if "cluster" not in table:
         return cluster_from_table(table, where)
     if len(table) > 1 or not isinstance(table["cluster"], str):
@@ -51,7 +51,7 @@ def _part(table: dict[str, Any], where: str) -> ClusterSpec:
 
 
 def mixed_schema() -> dict[str, Any]:
-    """JSON Schema of a file of parts, each of them a cluster or the name of one."""
+    """Return the JSON Schema of a file of parts, each of them a cluster or its name."""
     described, cluster = schema(MixedCluster, human_units=True), cluster_schema()
     described["$defs"] |= cluster["$defs"]
     by_name = {"type": "object", "properties": {"cluster": {"type": "string"}}, "required": ["cluster"]}

@@ -15,12 +15,12 @@ from autoplan.spec.model import ModelSpec
 
 
 def preset_models() -> tuple[str, ...]:
-    """Ids of the shipped models."""
+    """Return the ids of the shipped models."""
     return tuple(shipped("models"))
 
 
 def load_model(text: str) -> ModelSpec:
-    """The model that `text` names: a preset or one of its aliases, in any spelling, or else a path."""
+    """Return the model for `text`: a preset or one of its aliases, in any spelling, or a path."""
     name = text.strip().casefold()
     if name in shipped("models"):
         return _preset(name)
@@ -40,7 +40,7 @@ def load_model(text: str) -> ModelSpec:
 
 
 def find_preset(*names: str) -> ModelSpec | None:
-    """Return the preset of the first known name, without separators, publisher, brackets or endings (-Instruct)."""
+    """Return the preset of the first known name, ignoring separators, publisher, brackets and suffixes (-Instruct)."""
     for name in names:
         for spelling in _spellings(name):
             if preset := _presets_by_spelling().get(spelling):
@@ -49,24 +49,24 @@ def find_preset(*names: str) -> ModelSpec | None:
 
 
 def hub_name(model: ModelSpec) -> str | None:
-    """Return the name on the hub of Hugging Face of a shipped model, by which it is found; None of any other."""
+    """Return the Hugging Face hub name of a shipped model; None for any other model."""
     path = shipped("models").get(model.name)
     if path is None or find_preset(model.name) != model:
         return None
     return next((name for name in read_table(path).get("aliases", ()) if re.fullmatch(r"[\w.-]+/[\w.-]+", name)), None)
 
 
-# A model in the cache of Hugging Face: the name on the hub, in a folder of the snapshot's hash.
+# A model in the Hugging Face cache: the hub name, and a folder named by the snapshot's hash.
 _CACHED = re.compile(r"models--(?P<publisher>[\w.-]+?)--(?P<name>[\w.-]+)(/snapshots(/\w+)?)?/?$")
 
-# Endings under which a model of the same architecture is trained further, or published in another form.
+# Suffixes of fine-tuned or repackaged models with the same architecture.
 _TUNED = re.compile(
     r"([\s_-]*(instruct|base|chat|it|pt|hf|v0\.\d)|[\s_-](thinking|bf16|fp8|nvfp4|fp8dynamic|\d{4}|v\d\.\d))+$"
 )
 
 
 def _spellings(name: str) -> list[str]:
-    """Letters and digits of a name, then with less and less of it: its publisher, its tuning, a maker in front."""
+    """Return the letters and digits of a name, then without its publisher, its suffix, and a vendor prefix."""
     cached = _CACHED.search(name)
     full = re.sub(r"\(.*?\)", "", cached["name"] if cached else name).strip().casefold()
     last = full.rpartition("/")[2]
@@ -82,7 +82,7 @@ def _presets_by_spelling() -> dict[str, str]:
 
 @cache
 def _aliases() -> dict[str, str]:
-    """Presets by their other names, in small letters."""
+    """Return the presets by their aliases, in lower case."""
     tables = {preset: read_table(path) for preset, path in shipped("models").items()}
     return {alias.casefold(): preset for preset, table in tables.items() for alias in table.get("aliases", ())}
 
@@ -90,7 +90,7 @@ def _aliases() -> dict[str, str]:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # longer than a name may be, or with a null byte
+    except (OSError, ValueError):  # too long for a file name, or with a null byte
         return False
 
 
@@ -107,6 +107,6 @@ def _from_path(path: Path) -> ModelSpec:
     table = read_table(path)
     if path.suffix == ".toml":
         return decode(ModelSpec, table, str(path))
-    # A config.json is named by its folder; the path stands in messages.
+    # The model is named after the folder of its config.json; messages contain the path.
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return replace(read_huggingface(table, str(path)), name=name or "config")

@@ -1,4 +1,4 @@
-"""Losses over preferences from the tables of settings of TRL, axolotl and LLaMA-Factory."""
+"""Preference losses from the settings of TRL, axolotl and LLaMA-Factory."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.spec.preference import Preference
 
-# Settings that are read here, or that set values and no sizes.
+# Settings that are read here, or that do not affect sizes.
 OF_PREFERENCES = (
     *("rl", "reward_model", "pref_loss", "ref_model", "pref_beta", "pref_ftx", "rl_beta", "simpo_gamma", "beta"),
     *("loss_type", "precompute_ref_log_probs", "reference_free", "label_smoothing", "dpo_label_smoothing"),
 )
-# Losses over pairs that are worked out as that of DPO is, and whether they need a reference.
+# Pairwise losses with the same computation as DPO, and whether they need a reference model.
 _PAIR_LOSSES = {"dpo": True, "ipo": True, "sigmoid": True, "hinge": True, "orpo": False, "simpo": False}
 
 
 def _pairs(loss: str, where: str, *, precomputed: bool = False) -> Preference:
-    """The preference of a loss over pairs, by the name that programs have for it."""
+    """Return the preference for a pairwise loss, by its name in the programs."""
     if loss not in _PAIR_LOSSES:
         names = ", ".join(_PAIR_LOSSES)
         raise InputError(f"{where} {loss[:20]!r} is not priced: only {names} are")

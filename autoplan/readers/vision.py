@@ -1,7 +1,7 @@
-"""Encoders of images and sound in front of text models, from vision_config or audio_config of a config.json.
+"""Encoders of images and sound before text models, from vision_config or audio_config of a config.json.
 
-Sizes of their layers are described in presets/huggingface.toml, as those of text models are; here is what stands around
-the layers: the embedding of patches, positions and the projector.  Source: modeling_<type>.py of transformers 5.23.
+Layer sizes are described in presets/huggingface.toml, like those of text models; this module describes the parts around
+the layers: patch embedding, positions and projector.  Source: modeling_<type>.py of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 from autoplan.base.errors import InputError
 from autoplan.readers.config_keys import Keys
 
-# Image tokens of Qwen2-VL and 2.5, whose images have no fixed size: the most that the processor makes of one
+# Image tokens of Qwen2-VL and 2.5, whose images have no fixed size: the maximum that the processor creates
 # (image_processing_qwen2_vl.py, max_pixels = 28 x 28 x 1280).
 QWEN_IMAGE_TOKENS = 1280
 
 
 class Around(NamedTuple):
-    """Parts of an encoder beside its layers: the fields of `Encoder`, and the numbers of a patch.
+    """Parts of an encoder around its layers: the fields of `Encoder`, and the numbers in a patch.
 
-    Where some layers look at blocks of patches alone, `window` is the patches of one, and one layer in
-    `full_attention_interval` looks at all.
+    If some layers only attend within blocks of patches, `window` is the number of patches in a block, and one layer in
+    `full_attention_interval` attends to all patches.
     """
 
     patch_numbers: int
@@ -35,7 +35,7 @@ class Around(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes that the layers of the encoder and the text model have."""
+    """Sizes of the encoder's layers and of the text model."""
 
     num_layers: int
     hidden: int
@@ -44,7 +44,7 @@ class Sizes(NamedTuple):
 
 
 def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
-    """The positive whole number under a key, or the first of a list of equal ones."""
+    """Return the positive integer under a key, or the first element of a list of equal ones."""
     value = config.get(key)
     value = default if value is None else value
     if isinstance(value, list) and value and all(item == value[0] for item in value):
@@ -55,7 +55,7 @@ def _count(config: dict[str, Any], key: str, default: int | None = None) -> int:
 
 
 def _grid(config: dict[str, Any], patch: int, image: int = 224) -> tuple[int, int]:
-    """(patches of an image, numbers of one) of an encoder for images of one size."""
+    """Return (patches per image, numbers per patch) of an encoder for images of one size."""
     side = _count(config, "patch_size", patch)
     if not (along := _count(config, "image_size", image) // side):
         raise InputError(f"vision_config.image_size must be at least its patch_size {side}")
@@ -63,14 +63,14 @@ def _grid(config: dict[str, Any], patch: int, image: int = 224) -> tuple[int, in
 
 
 def _pooling_head(config: dict[str, Any], sizes: Sizes) -> int:
-    """Elements of SigLIP's head, where there is one: a learned query, attention, a norm and an MLP."""
+    """Return the elements of SigLIP's pooling head, if it has one: a learned query, attention, a norm and an MLP."""
     hidden, ffn = sizes.hidden, sizes.ffn
     head = hidden + 4 * (hidden + 1) * hidden + 2 * hidden + 2 * hidden * ffn + ffn + hidden
     return head * bool(config.get("vision_use_head", True))
 
 
 def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, patch: int) -> Around:
-    """CLIP has a class token and a norm of its embedding; SigLIP a bias of it, and a pooling head or none."""
+    """Describe CLIP (class token, embedding norm) and SigLIP (embedding bias, pooling head or none)."""
     patches, numbers = _grid(config, patch)
     hidden, text = sizes.hidden, sizes.text
     is_clip = config["model_type"] == "clip_vision_model"
@@ -82,7 +82,7 @@ def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, patch: 
     if kind in ("gemma3", "shieldgemma2"):
         tokens = _count(table, "mm_tokens_per_image", 256)
         return Around(numbers, positions, tokens, ((hidden, text),), beside + hidden)
-    if kind in ("modernvbert", "ultravbert"):  # whose projector reads squares of patches
+    if kind in ("modernvbert", "ultravbert"):  # the projector reads squares of patches
         merged = _count(table, "pixel_shuffle_factor", 4) ** 2
         beside += text * (kind == "ultravbert")  # a norm
         return Around(numbers, positions, max(patches // merged, 1), ((merged * hidden, text),), beside)
@@ -110,18 +110,18 @@ def _siglip(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Arou
 
 
 def _qwen(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """A norm and two matrices over merged patches; Qwen3's has learned positions, and takes from some layers too."""
+    """Describe Qwen: a norm and two matrices over merged patches; Qwen3 adds learned positions and inner features."""
     merged = _count(config, "spatial_merge_size", 2) ** 2
     side = _count(config, "patch_size", config.get("spatial_patch_size", 14))
     channels = _count(config, "in_channels", config.get("in_chans", 3))
     numbers = channels * _count(config, "temporal_patch_size", 2) * side**2
-    # Qwen2-VL's hidden_size is the width behind the projector, embed_dim that of the layers.
+    # Qwen2-VL's hidden_size is the output width of the projector, embed_dim the width of the layers.
     is_first = config["model_type"] == "qwen2_vl_vision"
     out = _count(config, "hidden_size" if is_first else "out_hidden_size", sizes.text)
     hidden, wide = sizes.hidden, merged * sizes.hidden
     projector: tuple[tuple[int, int], ...] = ((wide, wide), (wide, out))
     biases = wide + out
-    if table["model_type"] == "hyperclovax_vision_v2":  # one matrix more brings it to the text model
+    if table["model_type"] == "hyperclovax_vision_v2":  # one more matrix projects to the text model
         projector, biases = (*projector, (out, sizes.text)), biases + sizes.text
     if not config["model_type"].startswith("qwen3"):
         norm = hidden * (2 if is_first else 1)
@@ -134,7 +134,7 @@ def _qwen(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around
 
 
 def _with_windows(around: Around, config: dict[str, Any], num_layers: int, side: int) -> Around:
-    """Qwen2.5's layers look at squares of patches, except for those that the file lists, in a regular order."""
+    """Add Qwen2.5's windows: layers attend within squares of patches, except those that the file lists regularly."""
     full = config.get("fullatt_block_indexes", [7, 15, 23, 31])
     interval = full[0] + 1 if isinstance(full, list) and full and type(full[0]) is int else 0
     if interval <= 0 or full != list(range(interval - 1, num_layers, interval)):
@@ -144,7 +144,7 @@ def _with_windows(around: Around, config: dict[str, Any], num_layers: int, side:
 
 
 def _internvl(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """A class token, learned positions and two scales of every layer; the projector reads squares of patches."""
+    """Describe InternVL: class token, learned positions, two scales per layer; the projector reads patch squares."""
     patches, numbers = _grid(config, 448, 14)
     ratio = table.get("downsample_ratio", 0.5)
     merged = round(1 / ratio**2) if isinstance(ratio, float | int) and 0 < ratio <= 1 else 0
@@ -156,7 +156,7 @@ def _internvl(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Ar
 
 
 def _glm(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """Learned positions, a norm behind the embedding; squares of patches are merged, and pass a gated MLP."""
+    """Describe GLM: learned positions and a norm after the embedding; a gated MLP over merged squares of patches."""
     side, merged = _count(config, "patch_size", 14), _count(config, "spatial_merge_size", 2) ** 2
     patches = (_count(config, "image_size", 336) // side) ** 2
     numbers = _count(config, "in_channels", 3) * _count(config, "temporal_patch_size", 2) * side**2
@@ -166,14 +166,14 @@ def _glm(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
         _count(config, "intermediate_size", 13696),
     )
     beside = patches * hidden + hidden + hidden + out + 2 * out  # positions, bias, norm, bias, norm
-    if config["model_type"] == "glm_ocr_vision":  # no positions to learn, nor a norm of them
+    if config["model_type"] == "glm_ocr_vision":  # no learned positions, and no norm for them
         wide, beside = out * _count(config, "in_channels", 3), beside - patches * hidden - hidden
     projector = ((merged * hidden, out), (out, out), (out, wide), (out, wide), (wide, out))
     return Around(numbers, patches, max(patches // merged, 1), projector, beside)
 
 
 def _llama4(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """A class token and positions; an adapter over squares of patches, as wide as the MLPs of the layers are."""
+    """Describe Llama 4: class token and positions; an adapter over squares of patches, as wide as the layers' MLPs."""
     patches, numbers = _grid(config, 448, 14)
     ratio = config.get("pixel_shuffle_ratio", 0.5)
     if not isinstance(ratio, float | int) or not 0 < ratio <= 1:
@@ -185,20 +185,20 @@ def _llama4(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Arou
 
 
 def _paddle(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """SigLIP without its head; a norm, then two matrices over squares of patches."""
+    """Describe PaddleOCR: SigLIP without its head; a norm, then two matrices over squares of patches."""
     patches, numbers = _grid(config, 384, 14)
     return _squares(config, sizes, numbers, patches, wide=0)
 
 
 def _cosmos(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """SigLIP-2 without its head; the projector's inner width is the model's own."""
+    """Describe Cosmos: SigLIP-2 without its head; the projector's inner width is a setting of the model."""
     numbers = _count(config, "num_channels", 3) * _count(config, "patch_size", 16) ** 2
     wide = _count(table, "projector_hidden_size", 11520)
     return _squares(config, sizes, numbers, _count(config, "num_patches", 256), wide=wide)
 
 
 def _squares(config: dict[str, Any], sizes: Sizes, numbers: int, patches: int, *, wide: int) -> Around:
-    """Positions and a bias, a norm, and two matrices over squares of patches, as wide as these or `wide`."""
+    """Describe positions, a bias, a norm, and two matrices over squares of patches, as wide as these or `wide`."""
     merged = _count(config, "spatial_merge_size", 2) ** 2
     square = merged * sizes.hidden
     inner = wide or square
@@ -207,7 +207,7 @@ def _squares(config: dict[str, Any], sizes: Sizes, numbers: int, patches: int, *
 
 
 def _lfm2(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """SigLIP-2 with its head; a norm and two matrices over squares of patches."""
+    """Describe LFM2: SigLIP-2 with its head; a norm and two matrices over squares of patches."""
     patches, numbers = (
         _count(config, "num_patches", 256),
         _count(config, "num_channels", 3) * _count(config, "patch_size", 16) ** 2,
@@ -219,7 +219,7 @@ def _lfm2(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around
 
 
 def _kimi(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """Positions of a grid, a norm before squares of patches are joined, and two matrices over them."""
+    """Describe Kimi: grid positions, a norm before squares of patches are joined, and two matrices over them."""
     patches = _count(config, "pos_emb_height", 64) * _count(config, "pos_emb_width", 64)
     merged = math.prod(config.get("merge_kernel_size") or (2, 2))
     square = merged * sizes.hidden
@@ -229,11 +229,11 @@ def _kimi(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around
 
 
 def _sound(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """Whisper's two convolutions over three, of which the second halves the frames; several positions are a token."""
+    """Describe Whisper: two convolutions over three frames, the second halves them; several positions form a token."""
     positions = _count(config, "max_source_positions", config.get("max_position_embeddings", 1500))
     hidden, text, kind = sizes.hidden, sizes.text, config["model_type"]
     numbers, beside = 3 * (_count(config, "num_mel_bins", 128) + hidden), 2 * hidden
-    if kind != "glmasr_encoder":  # which rotates
+    if kind != "glmasr_encoder":  # has rotary positions
         beside += positions * hidden
     merged = {"voxtral_encoder": sizes.ffn // hidden, "glmasr_encoder": sizes.ffn // hidden}.get(kind, 2)
     if kind == "moss_transcribe_diarize_audio":
@@ -248,7 +248,7 @@ def _sound(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Aroun
 
 
 def _idefics(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """SigLIP without its head; one matrix brings squares of patches to the text model."""
+    """Describe Idefics: SigLIP without its head; one matrix projects squares of patches to the text model."""
     patches, numbers = _grid(config, 224, 32)
     merged = _count(table, "scale_factor", 2) ** 2
     projector = ((merged * sizes.hidden, sizes.text),)
@@ -256,7 +256,7 @@ def _idefics(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Aro
 
 
 def _pixtral(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
-    """No positions to learn; a norm in front of the projector, whose first matrix merges squares of patches."""
+    """Describe Pixtral: no learned positions; a norm before the projector, whose first matrix merges patch squares."""
     patches, numbers = _grid(config, 1024, 16)
     merged = _count(table, "spatial_merge_size", 2) ** 2
     hidden, text = sizes.hidden, sizes.text
@@ -266,7 +266,7 @@ def _pixtral(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Aro
 
 
 def described(keys: Keys) -> Around:
-    """What the data says in expressions: `numbers` of a patch, `patches`, `image_tokens`, `projector`, `others`."""
+    """Return the parts given as expressions: `numbers` per patch, `patches`, `image_tokens`, `projector`, `others`."""
     rule = keys.rules["around"]
     return Around(
         keys.number(rule["numbers"]),
@@ -277,7 +277,7 @@ def described(keys: Keys) -> Around:
     )
 
 
-# By the model_type of the encoder, what stands around it; those of the models that it may stand in are in the data.
+# Parts around an encoder, by its model_type; the supported types of the surrounding model are in the data file.
 AROUND: dict[str, Callable[[dict[str, Any], dict[str, Any], Sizes], Around]] = {
     "clip_vision_model": _clip,
     "siglip_vision_model": _siglip,
