@@ -1,4 +1,4 @@
 """Search for the best plan: the space of legal plans, and the study that explores it."""
 
-if __name__ != "autoplan.search":  # the folder on the path of a program of that name
+if __name__ != "autoplan.search":  # imported as plain `search`, from its folder on the path
     raise ImportError("import autoplan.search, not search")

@@ -1,4 +1,4 @@
-"""Advice if no plan is legal or none fits: the reason in one line, and the closest way out."""
+"""Advice if no plan is legal or none fits: a one-line reason and the closest way out."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import SearchResult
 from autoplan.topology.cluster import MAX_DEVICES
 
-CHECKED_CELLS = 64  # looked at for a reason, spread over the space
-BLOCK_PLANS = 4096  # priced at once while a size is tried
+CHECKED_CELLS = 64  # cells checked for a reason, spread over the space
+BLOCK_PLANS = 4096  # priced at once when trying a cluster size
 NEAREST_BATCHES = 4
 SHOWN_WAYS = 3
 
 
 def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
-    """Raise an error with the reason and the way out if a result has no plan."""
+    """Raise NoPlanError with the reason and the way out if a result has no plan."""
     if result.ranked:
         return
     if result.closest is None:
@@ -52,7 +52,7 @@ def needed_text(needed_bytes: float, capacity_bytes: float, oom_probability: flo
 
 
 def why_empty(space: Space) -> str:
-    """Say why `space` holds no legal plan."""
+    """Explain why `space` contains no legal plan."""
     limits, workload = space.limits, space.workload
     cells = space.cells()
     anything = replace(space, limits=replace(limits, global_batches=(workload.num_devices,)))
@@ -62,7 +62,7 @@ def why_empty(space: Space) -> str:
     degrees = _lawful_degrees(anything, possible) or {cell.dp for cell in possible}
     if not any(batch % dp == 0 for batch in limits.global_batches for dp in degrees):
         return _why_no_batch(limits, degrees)
-    # Price no plan: ask the rules which of them turns the candidates down.
+    # No plan is priced: the rules say which of them rejects the candidates.
     batch = space.candidates(cells[:: -(-len(cells) // CHECKED_CELLS)])
     if not len(batch):
         batches = " or ".join(str(batch) for batch in limits.global_batches[:NEAREST_BATCHES])
@@ -70,14 +70,14 @@ def why_empty(space: Space) -> str:
         return f"no plan with global batch {batches} obeys {limited}: relax one of them"
     holds = np.array([rule.holds(workload, batch) for rule in space.rules])
     admitted = holds.sum(axis=1)
-    nearest = int(holds.sum(axis=0).argmax())  # the plan that breaks the fewest
+    nearest = int(holds.sum(axis=0).argmax())  # the plan that breaks the fewest rules
     faults = sorted(np.flatnonzero(~holds[:, nearest]).tolist(), key=lambda at: int(admitted[at]))
     says = "; ".join(space.rules[at].text(workload, batch.plan(nearest)) for at in faults)
     return f"no legal plan: {says}" + ("" if admitted[faults[0]] == 0 else " (other plans break other rules)")
 
 
 def _lawful_degrees(space: Space, cells: Sequence[Cell]) -> set[int]:
-    """The data-parallel degrees with which `space` holds a legal plan."""
+    """Return the data-parallel degrees for which `space` contains a legal plan."""
     lean = replace(space, limits=_leanest(space.limits))
     degrees: set[int] = set()
     for block in lean.blocks(cells, BLOCK_PLANS):
@@ -87,7 +87,7 @@ def _lawful_degrees(space: Space, cells: Sequence[Cell]) -> set[int]:
 
 
 def _is_lawful(space: Space) -> bool:
-    """Return whether `space` holds a legal plan, looking only at those that need least memory."""
+    """Return whether `space` contains a legal plan, checking only the plans with the least memory."""
     lean = replace(space, limits=_leanest(space.limits))
     return any(len(lean.plans(block)[0]) for block in lean.blocks(lean.cells(), BLOCK_PLANS))
 
@@ -127,7 +127,7 @@ def _why_no_batch(limits: Limits, degrees: set[int]) -> str:
 
 
 def _way_out(problem: Problem, space: Space) -> str:
-    """Say what makes the model fit: a larger cluster within the user's limits, other choices here, or both."""
+    """Describe what makes the model fit: a larger cluster within the user's limits, other choices here, or both."""
     limits = space.limits
     free = _free(problem, limits)
     is_narrowed = limits != free
@@ -151,7 +151,7 @@ def _way_out(problem: Problem, space: Space) -> str:
 
 
 def _free(problem: Problem, limits: Limits) -> Limits:
-    """Return the default limits, with nothing fixed, bounded or forbidden."""
+    """Return the default limits, without anything fixed, bounded or forbidden by the user."""
     return default_limits(problem, limits.global_batches)
 
 
@@ -162,7 +162,7 @@ def _size(problem: Problem, nodes: int) -> str:
 
 
 def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
-    """Limits with one flag changed, and that flag."""
+    """Yield limits with one flag changed, and that flag."""
     shardings, schedules = limits.of("sharding"), limits.of("schedule")
     if limits.of("offload") == (Offload.NONE,) != free.of("offload"):
         yield "without --forbid offload", limits.where(offload=free.of("offload"))
@@ -176,7 +176,7 @@ def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
     for axis, bound in limits.upper_bounds:
         if (axis, bound) not in free.upper_bounds:
             bounds = tuple(pair for pair in (*limits.upper_bounds, *free.upper_bounds) if pair != (axis, bound))
-            # A bound of 1 is one of --max, or the axis was forbidden.
+            # A bound of 1 comes from --max, or the axis was forbidden.
             says = f"without --max {axis}={bound}" if bound > 1 else f"with {axis} above 1"
             yield says, replace(limits, upper_bounds=tuple(dict.fromkeys(bounds)))
     for axis, value in limits.forbidden:
@@ -203,7 +203,7 @@ def _with_others(axis: str, limits: Limits, free: Limits) -> str:
 
 
 def _leanest(limits: Limits) -> Limits:
-    """Narrow `limits` to the choices that need least memory."""
+    """Narrow `limits` to the choices with the least memory."""
     shardings = limits.of("sharding")
     plain = ("micro_batch", "vp") if Schedule.ONE_F_ONE_B in limits.of("schedule") else ("micro_batch",)
     least = tuple(
@@ -223,7 +223,7 @@ def _leanest(limits: Limits) -> Limits:
 
 
 def fits_somewhere(problem: Problem, limits: Limits, space: Space) -> bool:
-    """Return whether a plan within `limits` fits on the problem's cluster, looking only at those of least memory."""
+    """Return whether a plan within `limits` fits on the problem's cluster, checking only the leanest plans."""
     workload = replace(space.workload, num_devices=problem.cluster.num_devices)
     lean = replace(space, workload=workload, limits=_leanest(limits))
     for block in lean.blocks(lean.cells(), BLOCK_PLANS):
@@ -234,9 +234,9 @@ def fits_somewhere(problem: Problem, limits: Limits, space: Space) -> bool:
 
 
 def smallest_nodes(problem: Problem, limits: Limits, space: Space) -> int | None:
-    """The fewest nodes of the same cluster on which a plan within `limits` fits: doubled until one does, then bisected.
+    """Return the fewest nodes of the cluster on which a plan within `limits` fits, by doubling and then bisection.
 
-    Divisibility makes this less than monotone, so that a smaller size may exist; the one told does fit.
+    Because of divisibility this is not monotone, so a smaller size may exist; on the returned one a plan does fit.
     """
 
     def fits(nodes: int) -> bool:

@@ -1,4 +1,4 @@
-"""Gains of options that change the numerics of training and were not allowed."""
+"""Gains of options that were not allowed because they change the numerics of training."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Allowance, RankedPlan
 
-LEAST_GAIN, LEAST_FREED = 0.005, 0.01  # of the step, and of the memory of a device
+LEAST_GAIN, LEAST_FREED = 0.005, 0.01  # shares of the step and of a device's memory
 
 
 def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowance, ...]:
-    """Return the gain of each option that was not allowed for `best`, the fastest value of each axis first.
+    """Return the gain over `best` of each option that was not allowed, with the fastest value of each axis first.
 
-    An option that others depend on comes with these.  The best plan with it may be another one, and faster still.
+    An option is also tried together with options that may depend on it.  The best plan with it may be a different and
+    faster one.
     """
     lawful = {
         choice: plan
@@ -40,7 +41,7 @@ def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowa
 
 
 def _excluded_choices(problem: Problem, space: Space, plan: ParallelPlan) -> Iterator[tuple[str, list[ParallelPlan]]]:
-    """(a choice that the space leaves out, plans that have it: alone first, then with what it may depend on)."""
+    """Yield (an excluded choice, plans that have it: first alone, then with options that may depend on it)."""
     book = book_of(problem.framework)
     for axis in SEARCHED:
         for value in axis.searched if axis.exact is not None else ():

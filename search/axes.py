@@ -1,7 +1,7 @@
 """Changes to a plan, one axis at a time.
 
-Data parallelism uses the devices that the other degrees leave.  An axis without effect, such as the interleaving of a
-single stage, has no value; when it gains an effect, it takes the value of the other plan or its default.
+Data parallelism uses the devices that remain after the other degrees.  An axis without effect, such as interleaving on
+a single stage, has no value; if a change gives it an effect, it takes the value of the other plan or its default.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from autoplan.spec.problem import Problem
 
 Axes = Mapping[str, Any]
 
-WITH_TP = "tp"  # value of etp: whatever tp is
-# The axes that a change names, in the order in which changes are told: first those that always mean something.
+WITH_TP = "tp"  # value of etp: equal to tp
+# Axes named in changes, in display order: first those that always have an effect.
 _CHANGEABLE = sorted(
     (axis for axis in AXES if axis.change in (None, "layers", "nodes")), key=lambda axis: axis.needs.order
 )
@@ -29,8 +29,8 @@ _CHANGEABLE = sorted(
 def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
     """Return the value of every axis that has an effect in `plan`.
 
-    `sharding` is (kind, ranks it goes over; None: all), `schedule` (name, chunks of a rank), `layers` holds the layouts
-    that may be meant: the first one with as many chunks as the plan has.
+    `sharding` is (kind, number of ranks; None: all), `schedule` is (name, chunks per rank), and `layers` has candidate
+    layouts, of which the first with the plan's number of chunks applies.
     """
     axes: dict[str, Any] = {}
     for axis in _CHANGEABLE:
@@ -45,12 +45,12 @@ def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
 
 
 def parts_of(model: ModelSpec) -> dict[str, bool]:
-    """Return which parts a model has that some axes need (`Needs.are_met`)."""
+    """Return which of the parts required by some axes a model has (`Needs.are_met`)."""
     return {"has_experts": model.moe is not None, "has_latents": model.mla is not None}
 
 
 def _value(axis: Axis, model: ModelSpec, plan: ParallelPlan) -> Any:
-    """Return a plan's value of an axis, together with those that change with it."""
+    """Return a plan's value of an axis, including fields that change with it."""
     match axis.name:
         case "recompute":
             return plan.recompute, plan.recompute_modules, plan.recompute_num_layers
@@ -68,7 +68,7 @@ def _value(axis: Axis, model: ModelSpec, plan: ParallelPlan) -> Any:
 
 
 def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
-    """Return the plan that `axes` make on all devices; an `InputError` says why there is none, rules aside."""
+    """Return the plan with these `axes` on all devices, without checking rules; InputError if there is none."""
     model, book, has_experts = problem.model, book_of(problem.framework), problem.model.moe is not None
     tp, cp, pp = (axes[axis] for axis in ("tp", "cp", "pp"))
     sharding, group = axes.get("sharding", (book.words("sharding")[0], None))
@@ -103,7 +103,7 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
 
 
 def _without_idle(problem: Problem, plan: ParallelPlan, axes: Axes) -> ParallelPlan:
-    """The plan with plain values of flags and of a sharding that mean nothing in it."""
+    """Reset flags and a sharding without effect in the plan to their plain values."""
     parts = parts_of(problem.model)
     changes: dict[str, Any] = {
         axis.name: False
@@ -118,7 +118,7 @@ def _without_idle(problem: Problem, plan: ParallelPlan, axes: Axes) -> ParallelP
 
 
 def _layout(problem: Problem, layouts: tuple[tuple[int, ...], ...], chunks: int) -> tuple[int, ...] | None:
-    """The first layout of this many chunks, else the framework's own; None where layers are spread evenly."""
+    """Return the first layout with this many chunks, else the framework's own; None if layers are spread evenly."""
     model, split = problem.model, book_of(problem.framework).split
     layers = next((layout for layout in layouts if len(layout) == chunks), None)
     if layers is None and split:
@@ -127,7 +127,7 @@ def _layout(problem: Problem, layouts: tuple[tuple[int, ...], ...], chunks: int)
 
 
 def differing(before: Axes, after: Axes) -> tuple[str, ...]:
-    """Return axes in which two plans differ, by the first's order; layers that follow from chunks do not count."""
+    """Return the axes in which two plans differ, in the first's order, without layers that follow from chunks."""
     axes = []
     for axis, value in before.items():
         if axis not in after or after[axis] == value:
@@ -139,7 +139,7 @@ def differing(before: Axes, after: Axes) -> tuple[str, ...]:
 
 
 def mixed(before: Axes, after: Axes, changed: tuple[str, ...]) -> Axes:
-    """`before` with the `changed` axes of `after`; what one of both does not tell is as in the other."""
+    """Return `before` with the `changed` axes of `after`; an axis missing in one is taken from the other."""
     result = {**after, **before, **{axis: after[axis] for axis in changed}}
     if "layers" in before and "layers" in after and "layers" not in changed:
         result["layers"] = (*before["layers"], *after["layers"])
@@ -147,7 +147,7 @@ def mixed(before: Axes, after: Axes, changed: tuple[str, ...]) -> Axes:
 
 
 def words(axis: str, value: Any) -> str:
-    """Return the value of an axis as a person reads it."""
+    """Return the value of an axis for display."""
     if axis == "nodes":
         return "as listed" if value is None else " ".join(value)
     if axis == "sharding":

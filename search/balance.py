@@ -8,21 +8,21 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 
-SAME = 1e-12  # share by which times may differ by rounding
+SAME = 1e-12  # relative difference of times due to rounding
 
 
 def min_max_layers(layer_s: Floats, extra_s: Floats, most_layers: Ints) -> tuple[int, ...] | None:
-    """Return the layers of every stage that make the slowest stage fastest; None if none fits.
+    """Return the layers per stage that minimise the time of the slowest stage; None if nothing fits.
 
-    `layer_s` is every layer on every stage, shape (stages, layers); `extra_s` what a stage does beside them.  Every
-    stage gets at least one layer and at most `most_layers`.  Of the best cuts it is the one with the least sum of
-    squared times, so that stages without influence on the slowest are alike.
+    `layer_s` is the time of every layer on every stage, shape (stages, layers); `extra_s` the other work of a stage.
+    Every stage gets at least one layer and at most `most_layers`.  Among the optimal cuts the one with the smallest sum
+    of squared times is chosen, which balances the stages that are not the slowest.
     """
     stages, num_layers = layer_s.shape
     if stages > num_layers:
         return None
     before = np.concatenate([np.zeros((stages, 1)), np.cumsum(layer_s, axis=1)], axis=1)
-    # As every stage has a layer, stage i begins at layer i + a and ends behind layer i + b, 0 <= a <= b <= spare.
+    # As every stage has a layer, stage i begins at layer i + a and ends after layer i + b, 0 <= a <= b <= spare.
     spare = np.arange(num_layers - stages + 1)
     begins = np.arange(stages)[:, None] + spare
     start_s, end_s = np.take_along_axis(before, begins, 1), np.take_along_axis(before, begins + 1, 1)
@@ -36,7 +36,7 @@ def min_max_layers(layer_s: Floats, extra_s: Floats, most_layers: Ints) -> tuple
 
 
 def _cheapest_cut(costs: Floats, join: np.ufunc) -> tuple[float, tuple[int, ...]]:
-    """Return the cost and the layers of the cut whose stages' costs, joined, are least: dynamic programming."""
+    """Return cost and layers of the cut with the smallest joined cost of its stages, by dynamic programming."""
     best = np.where(np.arange(costs.shape[1]) == 0, 0.0, np.inf)
     froms = []
     for stage in costs:
@@ -53,11 +53,11 @@ def _cheapest_cut(costs: Floats, join: np.ufunc) -> tuple[float, tuple[int, ...]
 def split_microbatches(
     time_s: Sequence[Floats], counts: Sequence[int], sizes: Sequence[int], global_batch: int
 ) -> tuple[int, ...] | None:
-    """Return micro-batches of all replicas of every kind such that the slowest replica is as fast as possible.
+    """Return micro-batches per replica kind (over all its replicas) that minimise the time of the slowest replica.
 
-    `time_s[k][m - 1]` is a replica of kind k with m micro-batches of `sizes[k]` sequences, not falling; its `counts[k]`
-    replicas share the kind's micro-batches as evenly as whole numbers allow, and each gets at least one.  None where
-    no numbers give `global_batch`.
+    `time_s[k][m - 1]` is the time of a replica of kind k with m micro-batches of `sizes[k]` sequences, non-decreasing
+    in m; the kind's `counts[k]` replicas share its micro-batches as evenly as possible, at least one each.  None if no
+    numbers add up to `global_batch`.
     """
     bars = np.unique(np.concatenate(list(time_s)))
     low, high = 0, len(bars)
@@ -73,7 +73,7 @@ def split_microbatches(
 def _share_out(
     time_s: Sequence[Floats], counts: Sequence[int], sizes: Sequence[int], global_batch: int, bar: float
 ) -> tuple[int, ...] | None:
-    """Return micro-batches of every kind with no replica slower than `bar`: sums that the kinds reach, bit by bit."""
+    """Return micro-batches per kind with no replica slower than `bar`, by bit sets of reachable sums."""
     spare = [
         count * (int(np.searchsorted(times, bar, side="right")) - 1)
         for times, count in zip(time_s, counts, strict=True)
@@ -81,7 +81,7 @@ def _share_out(
     unplaced = global_batch - sum(count * size for count, size in zip(counts, sizes, strict=True))
     if unplaced < 0 or min(spare) < 0:
         return None
-    reached = [1]  # bit i: whether i sequences beyond one micro-batch a replica can be placed on the kinds so far
+    reached = [1]  # bit i: whether the kinds so far can take i sequences beyond one micro-batch per replica
     for spare_rounds, size in zip(spare, sizes, strict=True):
         reached.append(_multiples(reached[-1], size, spare_rounds) & ((2 << unplaced) - 1))
     if not reached[-1] >> unplaced & 1:
@@ -108,7 +108,7 @@ def _multiples(sums: int, size: int, max_times: int) -> int:
 
 
 def even_shares(bounds: Sequence[float], counts: Sequence[int]) -> tuple[float, ...] | None:
-    """Return shares of a replica of every kind, equal within `bounds`; None where bounds leave some over."""
+    """Return the share per replica of every kind, as equal as `bounds` allow; None if the bounds are too small."""
     if min(bounds) < 0 or sum(count * bound for count, bound in zip(counts, bounds, strict=True)) < 1:
         return None
     unshared, replicas = 1.0, sum(counts)

@@ -1,4 +1,4 @@
-"""Baselines: the best plan of each family that people usually try first."""
+"""Baselines: the best plan of each family that practitioners usually try first."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.spec.search_result import ObviousPlan, SearchResult
 
 
 def _narrowed(limits: Limits, **degrees: int) -> Limits:
-    """Return `limits` with some degrees fixed, whatever bound they had."""
+    """Return `limits` with some degrees fixed, overriding their bounds."""
     fixed = tuple((axis, value) for axis, value in degrees.items() if (axis, value) not in limits.fixed)
     return replace(
         limits,
@@ -25,7 +25,7 @@ def _narrowed(limits: Limits, **degrees: int) -> Limits:
 
 
 def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
-    """Yield names and limits of what is tried first in practice, within the user's own, except for FSDP's sharding."""
+    """Yield names and limits of the usual first choices, within the user's limits except for FSDP's sharding."""
     cluster, has_experts = problem.cluster, problem.model.moe is not None
     domain = min(cluster.levels[-1].num_devices, cluster.num_devices)
     node = min(cluster.devices_per_node, domain)
@@ -42,7 +42,7 @@ def families(problem: Problem, limits: Limits) -> Iterator[tuple[str, Limits]]:
 
 
 def baseline_plans(problem: Problem, space: Space, result: SearchResult) -> tuple[ObviousPlan, ...]:
-    """Return the best legal plan of every family, unless it is the answer or that of a family before."""
+    """Return the best legal plan of every family, unless it equals the answer or an earlier family's plan."""
     best = result.rivals[0]
     plans_shown, rows = {best.plan}, []
     for name, limits in families(problem, space.limits):

@@ -1,7 +1,8 @@
-"""Blocks of cells that are priced together, in rounds: each round knows the results of the previous one.
+"""Blocks of cells that are priced together, in rounds: each round uses the results of earlier ones.
 
-The result of a block depends only on the block, so the answer does not depend on who prices it, or when.
-`search.ledger` shares the blocks of a round among many workers; here one process prices them one after another.
+The result of a block depends only on the block, so the answer does not depend on which worker prices it, or when.
+`search.ledger` distributes the blocks of a round over many workers; this module prices them one after another in one
+process.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ CELL_AXES = tuple(field.name for field in fields(Cell))
 class Block:
     """Cells that are priced together, by their indices in the space."""
 
-    verdict: int  # of the plans that are searched for
-    round: int  # blocks of one round know the results of all earlier rounds
+    verdict: int  # of the plans being searched for
+    round: int  # blocks of a round use the results of all earlier rounds
     cells: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellOutcome:
-    """Outcome of one cell; `value` is None where no plan in it had a chance."""
+    """Outcome of one cell; `value` is None if all its plans were ruled out."""
 
     value: float | None
     constraints: dict[str, float]  # feasible at 0 or less
@@ -35,7 +36,7 @@ class CellOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockOutcome:
-    """Outcome of a block: `findings`, packed, is all that the answer needs; `cells` is for those who watch a study."""
+    """Outcome of a block: packed `findings` are all the answer needs; `cells` is for observers of the study."""
 
     findings: str
     cells: dict[int, CellOutcome]
@@ -43,13 +44,13 @@ class BlockOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockResult:
-    """A block that was priced, and its packed findings."""
+    """A priced block and its packed findings."""
 
     block: Block
     findings: str
 
 
-NextRound = Callable[[list[BlockResult]], Sequence[Block]]  # empty: there is nothing left to price
+NextRound = Callable[[list[BlockResult]], Sequence[Block]]  # empty: nothing is left to price
 PriceBlock = Callable[[Block], BlockOutcome]
 
 
@@ -60,7 +61,7 @@ class LocalRounds:
         self._results: list[BlockResult] = []
 
     def results(self) -> list[BlockResult]:
-        """Return what has been priced by now."""
+        """Return the blocks priced so far."""
         return self._results
 
     def run(self, next_round: NextRound, price: PriceBlock) -> None:

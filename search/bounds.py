@@ -1,11 +1,11 @@
 """Lower bounds on the step time and memory of plans, derived from the same prices as the estimate.
 
-A *kind* is a plan except for its layout and the number of layers that it recomputes: degrees, batch, micro-batch,
-states, recomputation.  What its layers, head and messages cost is priced once; how many layers lie where is counted
-once for all kinds on this many stages; the bounds of all plans of all these kinds are then products of the two.  No
-bound is ever above the estimate.
+A *kind* is a plan without its layout and its number of recomputed layers: degrees, batch, micro-batch, states,
+recomputation.  The costs of its layers, head and messages are priced once; the layers per rank are counted once for all
+kinds with the same number of stages; the bounds of all plans of these kinds are products of the two.  No bound is ever
+above the estimate.
 
-Layers are distinguished by their blocks; arrays of them have a last axis with an element for each sort of layer.
+Layers are distinguished by their blocks; arrays of layers have a last axis with one element per sort of layer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# Bounded in one go: enough that numpy's cost per call is small, few enough that the arrays stay in the cache.
+# Number bounded at once: enough to amortise numpy's cost per call, few enough for the arrays to fit in cache.
 BLOCK_GROUPS, MOST_BOUNDS = 8192, 1 << 16
 
 
@@ -53,25 +53,26 @@ BLOCK_GROUPS, MOST_BOUNDS = 8192, 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTimes(Rows):
-    """Times that plans of a kind have in common: an element per kind, some with a last axis for sorts of layers."""
+    """Times common to all plans of a kind: one element per kind, some with a last axis for sorts of layers."""
 
     pp: Ints
     num_microbatches: Ints
-    model_s: Floats  # both passes of one micro-batch through the whole model, nothing recomputed as a whole
+    model_s: Floats  # both passes of one micro-batch through the whole model, without full recomputation
     layer_s: Floats  # both passes of a layer: (kinds, sorts)
-    forward_s: Floats  # the forward pass in it
-    repeat_s: Floats  # what recomputing the layer as a whole adds
+    forward_s: Floats  # forward pass of a layer
+    repeat_s: Floats  # added by full recomputation of a layer
     head_s: Floats
     message_s: Floats
-    rest_s: Floats  # once a step
-    waiting_s: Floats  # for longer samples, at least, whatever is sharded
-    factor: Floats  # stragglers and calibration, on everything
+    rest_s: Floats  # once per step
+    waiting_s: Floats  # lower bound on the wait for longer samples, for any sharding
+    factor: Floats  # stragglers and calibration, applied to all times
 
     def step_s(self, spread: Spread, *, overlaps: bool) -> Floats:
         """Lower bound on the step time of each kind with each of the spreads: shape (kinds, spreads).
 
-        The paths of the last and the heaviest rank through the closed form of 1F1B, and the work of each of them and
-        the mean of all ranks, which no schedule beats.  It grows with what is recomputed.
+        The maximum over the critical paths of the last and of the heaviest rank in the closed form of 1F1B, and, for
+        any schedule, over the work of these ranks and the mean work of all ranks.  It is monotone in the recomputed
+        layers.
         """
         pp, m = _column(self.pp), _column(self.num_microbatches)
         total = _column(self.model_s) + self.repeat_s @ spread.repeated.T
@@ -80,7 +81,7 @@ class KindTimes(Rows):
         heavy = self.layer_s @ spread.heaviest.T + again
         around = np.where(spread.rank < 0, 0.0, self._around(spread, heavy, again) / spread.vp)
         path = np.maximum(m * last + (total - last) / spread.vp, m * heavy + around)
-        # Any schedule fills the pipeline before its last rank begins.
+        # With any schedule the pipeline is filled before its last rank begins.
         any_path = np.maximum(m * last + self.forward_s @ spread.ahead.T, m * heavy)
         work = np.maximum(m * total / pp, np.where(spread.has_path, path, any_path))
         message = _column(self.message_s)
@@ -90,9 +91,9 @@ class KindTimes(Rows):
         )
 
     def _around(self, spread: Spread, heavy: Floats, again: Floats) -> Floats:
-        """Time that the heaviest rank waits: for work before it, and behind it as far as its own does not cover that.
+        """Wait of the heaviest rank: for work before it, and for work after it that its own does not cover.
 
-        What is recomputed there does not count, so that the path grows with it.
+        Recomputation on other ranks is not counted, so that the path is monotone in recomputation.
         """
         pp, m = _column(self.pp), _column(self.num_microbatches)
         before = self.layer_s @ spread.before.T
@@ -107,7 +108,7 @@ class KindTimes(Rows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindCosts(Rows):
-    """Times and memory that plans of a kind have in common."""
+    """Times and memory common to all plans of a kind."""
 
     batch: PlanBatch  # the kinds
     times: KindTimes
@@ -115,12 +116,12 @@ class KindCosts(Rows):
 
 
 def _column(values: Floats | Ints) -> NDArray[Any]:
-    """Return values of kinds as a column, beside the spreads."""
+    """Return values of kinds as a column, to broadcast over spreads."""
     return values[:, None]
 
 
 def _hidden_launches_s(problem: Problem, batch: PlanBatch, costs: dict[Block, BlockCost], head_s: Floats) -> Floats:
-    """Launches of all layers that hide under the head at most, however many layers are recomputed."""
+    """Upper bound on the launches hidden under the head, for any number of recomputed layers."""
     launches = np.zeros(len(batch))
     for block, count in Counter(chain.from_iterable(problem.model.layers)).items():
         cost = costs[block]
@@ -130,10 +131,10 @@ def _hidden_launches_s(problem: Problem, batch: PlanBatch, costs: dict[Block, Bl
 
 
 def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None = None) -> KindCosts:
-    """Price the kinds of `batch`; their layouts are not looked at.
+    """Price the kinds of `batch`, independently of their layouts.
 
-    `first` are the fewest and the most layers that the first rank may have; without them the reductions of gradients
-    count as none.  Nor do they where times were measured, which need not grow with the buffer as a bound takes it.
+    `first` is (fewest, most) layers of the first rank; without it gradient reductions count as zero.  They also do with
+    measured times, which need not grow with the buffer as the bound requires.
     """
     times = kind_times(problem, batch)
     rest_s = times.rest_s + _end_of_step_s(problem.placed(batch.placement), batch, first)
@@ -141,9 +142,9 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
 
 
 def kind_times(problem: Problem, batch: PlanBatch) -> KindTimes:
-    """Price the passes of the kinds of `batch`; their layouts are not looked at, nor is the end of a step."""
+    """Price the passes of the kinds of `batch`, without the end of a step, independently of layouts."""
     problem, model = problem.placed(batch.placement), problem.model
-    # The more chunks, the more of a step's expert traffic has another micro-batch beside it.
+    # With more chunks, more of a step's expert traffic overlaps with another micro-batch.
     costs = block_costs(problem, replace(batch, vp=np.full_like(batch.vp, model.num_layers + 2)))
     forward = {block: cost.total_forward_s for block, cost in costs.items()}
     passes_s = {block: forward[block] + cost.total_backward_s for block, cost in costs.items()}
@@ -177,7 +178,7 @@ def _layer_counts(model: ModelSpec) -> Ints:
 
 
 def _end_of_step_s(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None) -> Floats:
-    """The optimizer's step, and the least of reductions and gathers where they count."""
+    """Lower bound on optimizer step, and on reductions and gathers where they count."""
     dense, expert = layer_parameters(problem, batch, trained=True)
     mean = ((_layer_counts(problem.model) * part).sum(axis=-1) / batch.pp for part in (dense, expert))
     end_s = _update_s(problem, batch, *mean)
@@ -187,7 +188,7 @@ def _end_of_step_s(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] 
 
 
 def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> Floats:
-    """The optimizer's step of a rank with the mean of the parameters of all stages, which one of them exceeds."""
+    """Optimizer step for the mean parameters of all stages, which at least one stage reaches or exceeds."""
     if problem.timings.holds("optimizer", "bf16", "fp16", "fp32"):
         return np.zeros(len(batch))
     parameters = StageParameters(dense=dense[:, None], expert=expert[:, None], ends=np.zeros((len(batch), 1)))
@@ -197,7 +198,7 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
 def _reductions_s(
     problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats, first: tuple[Ints, Ints]
 ) -> Floats:
-    """Least exposed reductions and gathers of the first rank (`end_of_step`), of its leanest layer's parameters."""
+    """Lower bound on the first rank's exposed reductions and gathers (`end_of_step`), from its smallest layer."""
     fewest_layers, most_layers = first
     model = problem.model
     table = model.vocab_size * model.hidden_size / batch.tp
@@ -224,7 +225,7 @@ def _reductions_s(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlanBounds:
-    """The bounds of all plans of some kinds that hold the same: arrays of shape (kinds, plans of a kind)."""
+    """Bounds of all plans of kinds with the same contents: arrays of shape (kinds, plans per kind)."""
 
     inside: Inside
     kinds: Ints  # indices of the kinds
@@ -233,7 +234,7 @@ class PlanBounds:
 
 
 def plan_bounds(problem: Problem, space: Space, costs: KindCosts) -> Iterator[PlanBounds]:
-    """The bounds of all plans of all kinds, some kinds at a time."""
+    """Yield the bounds of all plans of all kinds, some kinds at a time."""
     for inside, kinds in space.alike(costs.batch):
         if not len(inside):
             continue
@@ -250,9 +251,9 @@ def plan_bounds(problem: Problem, space: Space, costs: KindCosts) -> Iterator[Pl
 
 
 def kind_bounds(problem: Problem, space: Space, costs: KindCosts, most_bytes: float = np.inf) -> tuple[Floats, Floats]:
-    """(a time that no plan of each kind beats that needs `most_bytes` or less, memory that none does without).
+    """Return (lower bound on time among plans within `most_bytes`, lower bound on memory) of each kind.
 
-    Plans that are alike are looked at together.  Both are infinite for kinds without plans.
+    Similar plans are bounded together.  Both bounds are infinite for kinds without plans.
     """
     time, least_bytes = np.full(len(costs.batch), np.inf), np.full(len(costs.batch), np.inf)
     for inside, kinds in space.alike(costs.batch):
@@ -266,10 +267,10 @@ def kind_bounds(problem: Problem, space: Space, costs: KindCosts, most_bytes: fl
 
 
 def plain_bounds(problem: Problem, space: Space, groups: PlanBatch) -> Floats:
-    """Return a time that no plan of each group beats, however much memory it needs.
+    """Return a lower bound on the time of each group's plans, for any memory.
 
-    Nothing that is recomputed makes a step shorter, except for the launches that hide under the head.  Infinite for
-    groups without plans.
+    Recomputation never shortens a step, except through launches hidden under the head.  Infinite for groups without
+    plans.
     """
     time = np.full(len(groups), np.inf)
     for rows in _blocks(len(groups)):
@@ -284,7 +285,7 @@ def plain_bounds(problem: Problem, space: Space, groups: PlanBatch) -> Floats:
 
 
 def group_bytes(problem: Problem, space: Space, groups: PlanBatch) -> Floats:
-    """Return memory that no plan of each group does without: of every choice of recomputation, the leanest states."""
+    """Return a lower bound on the memory of each group's plans: the leanest states over all recomputation choices."""
     first, of_memory = groups.distinct(*MEMORY_AXES)
     least_bytes = np.full(len(first), np.inf)
     for rows in _blocks(len(first)):
@@ -300,9 +301,9 @@ def group_bytes(problem: Problem, space: Space, groups: PlanBatch) -> Floats:
 def group_bounds(
     problem: Problem, space: Space, groups: PlanBatch, most_bytes: float = np.inf
 ) -> tuple[Floats, Floats]:
-    """(a time that no plan of each group beats that needs `most_bytes` or less, memory that none does without).
+    """Return (lower bound on time among plans within `most_bytes`, lower bound on memory) of each group.
 
-    Of every choice of recomputation: the time is that of the plainest states, the memory that of the leanest.
+    For every choice of recomputation, time is bounded with the plainest states and memory with the leanest.
     """
     time, least_bytes = np.full(len(groups), np.inf), np.full(len(groups), np.inf)
     for rows in _blocks(len(groups)):
@@ -317,18 +318,18 @@ def group_bounds(
 
 
 def _blocks(count: int) -> Iterator[Ints]:
-    """Yield the indices of this many groups in order, those together that are bounded in one go."""
+    """Yield the indices of this many groups in order, in blocks that are bounded at once."""
     for start in range(0, count, BLOCK_GROUPS):
         yield np.arange(start, min(start + BLOCK_GROUPS, count))
 
 
 def _least_repeat_s(problem: Problem, space: Space, plain: PlanBatch, repeat_s: Floats) -> Floats:
-    """Least time that recomputing a layer adds, whatever the sharding; `repeat_s` is that of the plainest states.
+    """Lower bound on the time added by recomputing a layer, for any sharding; `repeat_s` is for the plainest states.
 
-    A rank with unlike layers that waits for its host hides launches of some of them under others; where traffic of
-    sharded states takes their place in one sort of layer, another one shows less of its own.  All layers together take
-    longer for it, a few that are recomputed need not.  In pipelines no layer makes up for one of another sort, so that
-    each takes longer alone.
+    On a rank with different layers that waits for its host, some layers hide the launches of others; if sharded-state
+    traffic replaces such a wait in one sort of layer, another sort may expose fewer launches.  Sharding lengthens all
+    layers together, but not necessarily a few recomputed ones.  In pipelines layers of one sort do not compensate for
+    another sort, so each takes longer by itself.
     """
     model = problem.model
     sorts = {*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])}
@@ -344,7 +345,7 @@ def _least_repeat_s(problem: Problem, space: Space, plain: PlanBatch, repeat_s: 
 
 
 def first_layers(problem: Problem, space: Space, kinds: PlanBatch) -> tuple[Ints, Ints]:
-    """(fewest, most) layers of the first rank in all layouts of each kind."""
+    """Return (fewest, most) layers of the first rank over all layouts of each kind."""
     fewest_layers, most_layers = np.zeros(len(kinds), dtype=np.int64), np.zeros(len(kinds), dtype=np.int64)
     for inside, kinds_alike in space.alike(kinds):
         if len(inside):

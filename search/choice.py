@@ -1,10 +1,9 @@
-"""Confidence in the choice: plans that the model cannot separate from the best, and the choice at a quantile.
+"""Confidence in the choice: plans that the model cannot distinguish from the best, and the choice at a quantile.
 
-The errors of two plans of one cluster, model and framework are much alike: a wrong rate of the matrix products moves
-all of them.  What decides is the interval of the *ratio* of two plans.  Times of components are off by factors of their
-own: as far as two plans spend their steps on different things their errors are independent, and the variances that the
-calibration gives them add up.  To that comes what is off for every pair, fitted to measured runs
-(`benchmarks/choice.py`).
+Errors of two plans on one cluster, model and framework are strongly correlated: a wrong rate of matrix products shifts
+all of them.  The interval of the *ratio* of two plans is therefore decisive.  Components have independent errors: to
+the extent that two plans spend their steps on different components, their errors are independent and the variances from
+the calibration add up.  An error of every pair is added, fitted to measured runs (`benchmarks/choice.py`).
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Confidence, Contender, RankedPlan, SearchResult
 
-# Standard deviation of the logarithm of any ratio, beside the share of the calibration.  Fits to 32,000 pairs of runs
-# of 19 published sources say .055 to .085, by which of them is left out; with the most of these the 90 % interval holds
-# .89 of the pairs, in the mean of sources (benchmarks/results, choice).
+# Standard deviation of the logarithm of any ratio, in addition to the calibration's part.  Fits to 32,000 pairs of runs
+# from 19 published sources give .055 to .085, depending on the source left out; with the largest value the 90 %
+# interval contains .89 of the pairs, averaged over sources (benchmarks/results, choice).
 OWN_SPREAD = 0.085
 
 _SEARCHED_FLAGS = tuple(axis.name for axis in SEARCHED if axis.kind is Kind.FLAG)
-MOST_CONTENDERS = 20  # of which the answer holds the plans
+MOST_CONTENDERS = 20  # whose plans are kept in the answer
 
 
 def apart(parts: Floats, other_parts: Floats) -> Floats:
-    """Return the share of the step that two plans spend on different components, 0 to 1, from `component_shares`."""
+    """Return the share of the step (0 to 1) that two plans spend on different components, from `component_shares`."""
     return np.asarray(np.abs(parts - other_parts).sum(axis=-1) / 2)
 
 
 def ratio_spreads(differing: Floats, variances: Floats, own: float = OWN_SPREAD) -> Floats:
-    """Spread of log ratios of plans so far `apart`; `variances` are sums of both plans' own."""
+    """Spread of log ratios of plans by the share `differing`; `variances` are sums of both plans' variances."""
     return np.asarray(np.sqrt(own**2 + differing * variances))
 
 
@@ -51,7 +50,7 @@ def spread_of(candidate: RankedPlan) -> float:
 
 
 def pace(candidate: RankedPlan) -> float:
-    """Seconds per sequence, by which plans of different batches compare."""
+    """Seconds per sequence, which is comparable between batches."""
     return candidate.s_per_sequence
 
 
@@ -61,7 +60,7 @@ def is_as_safe(candidate: RankedPlan, reference: RankedPlan) -> bool:
 
 
 def kind_of(plan: ParallelPlan) -> Hashable:
-    """Return the choices that define a kind: its plans differ in layouts, split of states or depth of interleaving."""
+    """Return the choices that define a kind; plans of a kind differ only in layout, split of states or interleaving."""
     return (
         (plan.pp, plan.tp, plan.cp, plan.ep, plan.etp, plan.dp, plan.micro_batch, plan.schedule),
         (plan.recompute, plan.recompute_modules, plan.recompute_num_layers),
@@ -70,14 +69,14 @@ def kind_of(plan: ParallelPlan) -> Hashable:
 
 
 def distinct(result: SearchResult) -> tuple[RankedPlan, ...]:
-    """The best plan of each kind that a search has kept, best first."""
+    """Return the best kept plan of each kind, best first."""
     z = normal_z(result.certificate.quantile)
     plans = sorted((*result.ranked, *result.rivals), key=lambda candidate: at_quantile(candidate, z))
     return first_of_kinds((result.rivals[0], *plans))
 
 
 def first_of_kinds(plans: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
-    """The first plan of each kind."""
+    """Return the first plan of each kind."""
     first: dict[Hashable, RankedPlan] = {}
     for candidate in plans:
         first.setdefault(kind_of(candidate.plan), candidate)
@@ -85,7 +84,7 @@ def first_of_kinds(plans: Iterable[RankedPlan]) -> tuple[RankedPlan, ...]:
 
 
 def choice_of(result: SearchResult) -> Confidence:
-    """Return the plans inside the 90 % interval of their ratio to the best, which the model cannot separate from it."""
+    """Return the plans that the model cannot distinguish from the best: the 90 % interval of their ratio includes 1."""
     best, *slower_plans = distinct(result)
     if not slower_plans:
         return Confidence(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())
@@ -114,7 +113,7 @@ def choice_of(result: SearchResult) -> Confidence:
 
 
 def compared(candidate: RankedPlan, best: RankedPlan) -> Contender:
-    """Compare the time of a plan with the best one's: it may be the faster one where 1 lies in the interval."""
+    """Compare the time of a plan with the best one's; it may be faster if 1 is inside the interval."""
     terms = {name: np.array([candidate.terms_s[name], best.terms_s[name]]) for name in best.terms_s}
     differing = apart(*component_shares(terms))
     variances = np.asarray(spread_of(candidate) ** 2 + spread_of(best) ** 2)
@@ -127,29 +126,29 @@ def compared(candidate: RankedPlan, best: RankedPlan) -> Contender:
 
 
 def normal_z(quantile: float | None) -> float:
-    """Return the quantile in standard deviations; None is the median, which is what an estimate predicts."""
+    """Return the quantile in standard deviations; None is the median, which an estimate predicts."""
     return 0.0 if quantile is None else NormalDist().inv_cdf(quantile)
 
 
 def at_quantile(candidate: RankedPlan, z: float) -> float:
-    """Seconds per sequence of a plan, `z` standard deviations of slower runs above the predicted ones."""
+    """Seconds per sequence of a plan, `z` standard deviations (of slower runs) above the prediction."""
     return pace(candidate) * (candidate.high_s / candidate.step_s) ** (z / NORMAL_90)
 
 
 def robust_margin(problem: Problem, quantile: float) -> float:
-    """Margin beyond the fastest plan's time within which the plan with the least `quantile` lies.
+    """Relative margin above the fastest plan's time that contains the plan with the smallest `quantile`.
 
-    A plan further off is slower at the quantile even if its interval is the narrowest and the fastest one's the widest.
+    A slower plan is also slower at the quantile, even with the narrowest possible interval against the widest.
     """
     return math.expm1(normal_z(quantile) * float(np.ptp(spread_range(problem))))
 
 
 def robust_order(problem: Problem, result: SearchResult, quantile: float) -> SearchResult:
-    """`result` with plans in the order of that quantile of their step times.
+    """Return `result` with plans ordered by that quantile of their step times.
 
-    No plan of a cell is faster than the best one of it, nor has a smaller spread than the least of its kind: the choice
-    is proven if all cells within `robust_margin`, which the search must have had, are among the rivals, and with the
-    least spread of its kind none of these would be better.
+    No plan of a cell is faster than the cell's best, nor has a smaller spread than the minimum of its kind.  The choice
+    is therefore proven if all cells within `robust_margin`, which the search must have used, are among the rivals, and
+    none of these would be better even with the minimum spread.
     """
     z, margin, fastest = normal_z(quantile), robust_margin(problem, quantile), pace(result.rivals[0])
     rivals = tuple(sorted(result.rivals, key=lambda candidate: at_quantile(candidate, z)))
@@ -157,7 +156,7 @@ def robust_order(problem: Problem, result: SearchResult, quantile: float) -> Sea
     batch = PlanBatch.of([candidate.plan for candidate in rivals], problem.model.num_layers)
     floors = np.exp(z * Familiarity.of(problem, batch).least) * [pace(candidate) for candidate in rivals]
     reach = fastest * (1 + margin) * math.exp(z * spread_range(problem)[0])
-    # Of more plans than it keeps a search has lost only those slower than all that it kept.
+    # If there are more plans than a search keeps, it drops only plans slower than all kept ones.
     is_whole = old.priced <= KEPT_WINNERS or max(map(pace, rivals)) >= fastest * (1 + margin)
     is_whole = is_whole and bool((floors >= least).all()) and reach >= least
     certificate = replace(

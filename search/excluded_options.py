@@ -25,8 +25,8 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
-_WORDS = ("cuda_graphs",)  # axes of which words are left out
-_EVERYWHERE = ("sp", "grad_reduce_overlap")  # switches that all plans of a space have on, or off
+_WORDS = ("cuda_graphs",)  # axes with excluded values
+_EVERYWHERE = ("sp", "grad_reduce_overlap")  # switches with one value in all plans of a space
 
 
 def with_excluded_options(
@@ -38,15 +38,14 @@ def with_excluded_options(
     measures: Sequence[Measure] = ("time",),
     margin: float = MARGIN,
 ) -> tuple[Space, SearchResult]:
-    """Return space and `result`, or those of a search which also looks at an option that makes its best plans better.
+    """Return space and `result`, widened by excluded options for as long as they improve the best plans.
 
-    The options are sequence parallelism switched, or on with twice the micro-batch, CUDA graphs of more,
-    gradients reduced behind the last backward pass, and twice as large micro-batches and degrees of tp and cp as the
-    space goes.  What is best with one of them may differ in more than that, so that all plans which have it are
-    searched, until none of the options helps.
-    `barred` are the axes that the user fixed or bounded, and the values, such as "cuda_graphs=layer", that the user
-    forbade.  In several `measures` all that no plan of the front beats is searched; what a space has everywhere or
-    nowhere stays.
+    The options are: sequence parallelism switched, or on with twice the micro-batch; CUDA graphs of more modules;
+    gradient reduction after the last backward pass; and micro-batches and degrees of tp and cp twice as large as in the
+    space.  The best plan with an option may also differ in other choices, so all plans with the option are searched,
+    until no option helps.  `barred` has the axes that the user fixed or bounded, and forbidden values such as
+    "cuda_graphs=layer".  With several `measures` the options of all candidates that the front does not dominate are
+    searched together; switches that have one value in the whole space stay unchanged.
     """
     if tuple(measures) != ("time",):
         while better := _better(problem, space, result.ranked, {*barred, *_EVERYWHERE}, measures):
@@ -67,7 +66,7 @@ def with_excluded_options(
 
 
 def with_options_of(space: Space, plan: ParallelPlan) -> Space:
-    """Return the space that also holds plans with the options of one which it leaves out."""
+    """Return the space extended by the options of a plan outside of it."""
     limits = space.limits
     if _can_choose_sp(plan, space.workload.training.seq_len):
         limits = replace(limits, sequence_parallel=plan.sp)
@@ -77,14 +76,14 @@ def with_options_of(space: Space, plan: ParallelPlan) -> Space:
 
 
 def _can_choose_sp(plan: ParallelPlan, seq_len: int) -> bool:
-    """Return whether the tokens of a rank are divided by tp, so that a plan may have sequence parallelism or not."""
+    """Return whether tp divides the tokens of a rank, so that sequence parallelism can be on or off."""
     return plan.tp > 1 and seq_len // plan.cp % plan.tp == 0
 
 
 def _better(
     problem: Problem, space: Space, best: Sequence[RankedPlan], barred: Collection[str], measures: Sequence[Measure]
 ) -> list[RankedPlan]:
-    """Return plans with one change of one of the `best` which none of these beats, the first measure's best first."""
+    """Return plans with one change from one of the `best` that none of these beats, sorted by the first measure."""
     changed = {plan: None for ranked_plan in best for plan in switched(problem, space, ranked_plan.plan, barred)}
     lawful = [plan for plan in changed if not broken(space.rules, problem.workload, plan)]
     better = [
@@ -98,7 +97,7 @@ def _better(
 def _is_beaten(
     problem: Problem, measures: Sequence[Measure], plans: Sequence[RankedPlan], candidate: RankedPlan
 ) -> bool:
-    """Return whether one of the plans is no worse than a candidate in any measure, and as safe."""
+    """Return whether one of the plans is at least as good as a candidate in every measure, and as safe."""
     least = np.array(measures_of_plan(problem, measures, candidate)) * (1 + TIE)
     return any(
         is_as_safe(plan, candidate) and bool((np.array(measures_of_plan(problem, measures, plan)) <= least).all())
@@ -107,7 +106,7 @@ def _is_beaten(
 
 
 def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collection[str]) -> Iterator[ParallelPlan]:
-    """Yield `plan` with each of the options that a space leaves out, except for those that are `barred`."""
+    """Yield `plan` with each option that the space excludes, except those in `barred`."""
     changes: list[dict[str, Any]] = [
         {axis: 2 * getattr(plan, axis)} for axis, bound in space.limits.upper_bounds if 2 * getattr(plan, axis) > bound
     ]
@@ -115,7 +114,7 @@ def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collect
         changes.append({"grad_reduce_overlap": False})
     if _can_choose_sp(plan, problem.training.seq_len):
         changes.append({"sp": not plan.sp})
-        if not plan.sp:  # what it frees of memory takes a larger micro-batch
+        if not plan.sp:  # the freed memory allows a larger micro-batch
             changes.append({"sp": True, "micro_batch": 2 * plan.micro_batch})
     if plan.cuda_graphs != CudaGraphs.NONE:
         changes += [{"cuda_graphs": graphs} for graphs in CudaGraphs if graphs.code > plan.cuda_graphs.code]

@@ -1,4 +1,4 @@
-"""Explanation of a plan: what rules out its neighbours, and what faster ones would need."""
+"""Explanation of a plan: what rules out its neighbours, and what faster plans would need."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from autoplan.spec.search_result import RankedPlan
 MOST_BETTER = 5
 MOST_ALTERNATIVES = 3
 MOST_RULES = 3
-MOST_BATCH = 1.5  # of the batch asked for: a larger one is faster for its size alone
-LEAST_GAIN = 0.005  # less is no reason to change anything
-# The axes that --versus may change; those with a change of their own, and two that change with others.
+MOST_BATCH = 1.5  # times the requested batch: a larger batch is faster only because of its size
+LEAST_GAIN = 0.005  # a smaller gain is no reason to change a plan
+# Axes that --versus may change: those with a separate change, and two that change together with others.
 TYPED = tuple(
     axis for axis in AXES if axis.kind is not Kind.LIST and (axis.change is None or axis.name in ("vp", "dp_shard"))
 )
 
 
 def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> Explanation:
-    """Explain what limits the best plan of `file`, what the nearest better ones need, and why alternatives lost."""
+    """Explain what limits the best plan of `file`, what the nearest better plans need, and why alternatives lost."""
     (best,) = prices(problem, [file.best.plan])
     stages = stage_costs(problem, best.plan)
     rules = rules_for(problem.framework, file.space.to if file.space else "")
@@ -61,7 +61,7 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
 
 
 def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, ...]) -> list[Neighbour]:
-    """The plans with this many axes changed that can be priced at all, fastest first; `rules` say which may start."""
+    """Priceable plans with this many axes changed, fastest first; `rules` say which ones can start."""
     plan = best.plan
     requested = {
         _startable(replace(candidate, placement=plan.placement)): candidate
@@ -105,13 +105,13 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
 
 
 def _startable(plan: ParallelPlan) -> ParallelPlan:
-    """The plan with the next global batch that its replicas divide."""
+    """Return the plan with the next global batch that its replicas divide."""
     step = plan.micro_batch * plan.dp
     return replace(plan, global_batch=-(-plan.global_batch // step) * step)
 
 
 def _by_axis(neighbours: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
-    """The first of every axis that could be started, else the one that lacks least."""
+    """Return the first startable plan of every axis, else the one nearest to being possible."""
     best: dict[str, Neighbour] = {}
     lacking = sorted((candidate for candidate in neighbours if not candidate.is_possible), key=_lacks)
     for near in (*(candidate for candidate in neighbours if candidate.is_possible), *lacking):
@@ -121,17 +121,17 @@ def _by_axis(neighbours: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
 
 
 def _excess(near: Neighbour) -> float:
-    """Bytes that a device, or a host, has too few; 0 where it fits except for its risk."""
+    """Missing bytes on device or host; 0 if the plan fits apart from its OOM risk."""
     return max(near.needed_bytes - near.capacity_bytes, 0.0) if near.plan.verdict != "fits" else 0.0
 
 
 def _lacks(near: Neighbour) -> tuple[int, float]:
-    """Distance of a plan from being possible: the rules that it breaks, then bytes."""
+    """Distance of a plan from being possible: broken rules, then missing bytes."""
     return len(near.broken), _excess(near)
 
 
 def _nearest(faster: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
-    """Return the faster plans that no other one beats with as few changes and as little lacking."""
+    """Return the faster plans not dominated in speed, number of changes and distance."""
 
     unbeaten: list[Neighbour] = []
     for near in sorted(faster, key=lambda candidate: (*_lacks(candidate), len(candidate.changes), candidate.ratio)):
@@ -143,7 +143,7 @@ def _nearest(faster: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
 def _binding(
     problem: Problem, best: RankedPlan, stages: Sequence[StageCost], faster: Sequence[Neighbour]
 ) -> tuple[str, ...]:
-    """Name what limits the plan, or what alone rules out faster ones: memory, or rules."""
+    """Name what limits the plan, or what by itself rules out faster ones: memory or rules."""
     says = []
     if best.verdict != "fits":
         worst = max(stages, key=lambda stage: stage.memory_bytes)
@@ -170,7 +170,7 @@ def _binding(
 
 
 def versus(problem: Problem, best: ParallelPlan, name: str, other_plan: ParallelPlan, theirs: Problem) -> Versus:
-    """`other_plan`, a plan of the problem `theirs`, beside the `best` of `problem`."""
+    """Compare `other_plan`, a plan of the problem `theirs`, with the `best` of `problem`."""
     (first,) = prices(problem, [best])
     if faults := broken(universal.RULES, theirs.workload, other_plan):
         raise InputError(f"{name}: {faults[0]}")
@@ -190,7 +190,7 @@ def versus(problem: Problem, best: ParallelPlan, name: str, other_plan: Parallel
 
 
 def changed(problem: Problem, plan: ParallelPlan, typed: str) -> ParallelPlan:
-    """Return `plan` with the values of 'tp=4,pp=8'; what depends on them follows, as data parallelism does."""
+    """Return `plan` with the values of 'tp=4,pp=8'; dependent choices such as data parallelism follow."""
     axes = dict(axes_of(problem.model, plan))
     schedule, vp = axes.get("schedule", (Schedule.ONE_F_ONE_B, 1))
     typed_values = _typed_values(typed)
@@ -229,7 +229,7 @@ def changed(problem: Problem, plan: ParallelPlan, typed: str) -> ParallelPlan:
 
 
 def _typed_values(typed: str) -> dict[str, str]:
-    """The value of each axis in 'tp=4,pp=8'; `sharding` stands before the number of ranks over which it is."""
+    """Parse the value of each axis in 'tp=4,pp=8'; `sharding` is followed by its number of ranks."""
     values: dict[str, str] = {}
     for text in typed.split(","):
         axis, sign, value = (part.strip().lower().replace("-", "_") for part in text.partition("="))

@@ -1,7 +1,7 @@
 """Results of a search so far: counts and best plans, merged from blocks and stored as text in a study.
 
-Two classes keep plans: `NearBest` all plans within a margin of the fastest, and `Front` the Pareto front.  Both decide
-which bounds rule a plan out, so one engine serves one measure and several.
+Two classes keep plans: `NearBest` keeps all plans within a margin of the fastest, `Front` the Pareto front.  Both
+decide which bounds rule a plan out, so the same engine searches one or several measures.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from autoplan.spec.plan import PlanBatch, batch_arrays
 
 FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 KEPT = 1000  # plans that a result ranks
-KEPT_WINNERS = 20_000  # best plans of cells, of which a result holds one a cell
-SLACK = 2  # ties by which a bound may lie above an estimate, through rounding
-MOST_BYTES = 1 << 24  # of the text of one block when unpacked
+KEPT_WINNERS = 20_000  # best plans of cells, one per cell in a result
+SLACK = 2  # tie widths by which rounding may put a bound above an estimate
+MOST_BYTES = 1 << 24  # unpacked size of one block's text
 
 
 class NearBest:
@@ -40,17 +40,17 @@ class NearBest:
 
     @property
     def batch(self) -> PlanBatch | None:
-        """The plans, best first; some may be above the bar, which has fallen since."""
+        """Plans, best first; some may be above the bar, which may have dropped since they were added."""
         return self.plans.batch
 
     @property
     def bar(self) -> float:
-        """Threshold: only plans with a lower bound below it are worth pricing."""
-        # A plan whose bound is its price is below it, too.
+        """Threshold: only plans with a lower bound below it need pricing."""
+        # The slack keeps a plan whose bound equals its price below the bar.
         return self.best * (1.0 + self.margin) * (1.0 + 2 * TIE)
 
     def emptied(self) -> NearBest:
-        """Return incumbents with the same bar and no plans."""
+        """Return incumbents with the same bar but without plans."""
         empty = NearBest(self.margin)
         empty.best = self.best
         return empty
@@ -60,16 +60,16 @@ class NearBest:
         return np.asarray(bounds[:, 0] >= self.bar)
 
     def skip(self, bounds: Floats) -> None:
-        """Remember the least of these bounds, whose plans are ruled out."""
+        """Record the smallest of these bounds, whose plans are ruled out."""
         self.least_skipped = min(self.least_skipped, float(bounds[:, 0].min(initial=math.inf)))
 
     def offer(self, measures: Floats, batch: PlanBatch) -> None:
-        """Take in the plans of `batch` that are among the best."""
+        """Add the plans of `batch` that are among the best."""
         self.plans.offer(measures[:, 0], batch)
         self.best = min(self.best, float(measures[:, 0].min(initial=math.inf)))
 
     def rows(self) -> dict[str, Any]:
-        """Return plain values for `add_rows`, some kilobytes: plans above the bar are left out."""
+        """Return plain values for `add_rows`, some kilobytes, without plans above the bar."""
         figures = {"best": _finite(self.best), "least_skipped": _finite(self.least_skipped)}
         return figures | {"plans": leader_rows(self.plans, self.bar)}
 
@@ -81,18 +81,18 @@ class NearBest:
 
 
 class Front:
-    """Plans that no other beats in several measures, the plainest of equals; logarithms compare, in steps of `TIE`."""
+    """Pareto front in several measures, with the plainest of equal plans; logarithms are compared in steps of `TIE`."""
 
     def __init__(self, num_measures: int) -> None:
         self.batch: PlanBatch | None = None
         self._keys: Ints = np.empty((0, num_measures), dtype=np.int64)
-        self._known: Ints = self._keys  # keys of plans that rule others out and are kept elsewhere
+        self._known: Ints = self._keys  # keys of plans kept elsewhere, which also rule out others
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def emptied(self) -> Front:
-        """Return a front that rules out the same plans and holds none."""
+        """Return a front that rules out the same plans but contains none."""
         empty = Front(self._keys.shape[1])
         empty._known = np.concatenate([self._known, self._keys])
         return empty
@@ -102,7 +102,7 @@ class Front:
         open_rows = np.flatnonzero(np.isfinite(bounds).all(axis=1))
         keys = np.floor(np.log(bounds[open_rows]) / TIE).astype(np.int64) - SLACK
         rivals = np.concatenate([self._known, self._keys])
-        # Plans that are good in all measures rule out most: they come first.
+        # Plans that are good in all measures rule out the most others and come first.
         for rival in rivals[np.argsort(rivals.sum(axis=1))]:
             is_open = ~(rival <= keys).all(axis=1)
             open_rows, keys = open_rows[is_open], keys[is_open]
@@ -111,10 +111,10 @@ class Front:
         return out
 
     def skip(self, bounds: Floats) -> None:
-        """Do nothing: a front has no gap to state."""
+        """Do nothing, as a front has no gap to report."""
 
     def offer(self, measures: Floats, batch: PlanBatch) -> None:
-        """Take in the plans of `batch` that belong to the front, and drop what they beat."""
+        """Add the plans of `batch` that belong to the front, and drop the plans that they beat."""
         self._add(np.round(np.log(measures) / TIE).astype(np.int64), batch)
 
     def _add(self, keys: Ints, batch: PlanBatch) -> None:
@@ -122,7 +122,7 @@ class Front:
             keys, batch = np.concatenate([self._keys, keys]), PlanBatch.concatenate([self.batch, batch])
         plainness = np.empty(len(keys), dtype=np.int64)
         plainness[ordering(np.ones(len(keys)), batch)] = np.arange(len(keys))
-        # The first of the rest in this order is beaten by none of the rest.
+        # In this order the first remaining plan is not dominated by the others.
         candidates, front = np.lexsort([plainness, *keys.T[::-1]]), []
         while len(candidates):
             front.append(int(candidates[0]))
@@ -147,12 +147,12 @@ class Findings:
     """Findings in one block of cells, or in many."""
 
     incumbents: Incumbents
-    winners: Leaders = field(default_factory=lambda: Leaders(KEPT_WINNERS))  # of cells in the first measure
-    # Cells that were expanded, bounds of plans, plans that were priced, and of these how many have each verdict.
+    winners: Leaders = field(default_factory=lambda: Leaders(KEPT_WINNERS))  # best plans of cells in the first measure
+    # Numbers of expanded cells, bounded plans, priced plans, and priced plans by verdict.
     counts: Counter[str] = field(default_factory=Counter)
 
     def packed(self) -> str:
-        """Return text for an attribute of a trial."""
+        """Return the findings as text for a trial attribute."""
         table = {
             "counts": self.counts,
             "incumbents": self.incumbents.rows(),
@@ -161,7 +161,7 @@ class Findings:
         return base64.b85encode(zlib.compress(msgspec.json.encode(table))).decode()
 
     def add_packed(self, text: str, placement: tuple[str, ...] | None) -> None:
-        """Take in what `packed` made, with the placement of the space; InputError where the text was damaged since."""
+        """Add findings from `packed` text, with the placement of the space; InputError if the text is damaged."""
         with refusing_damage():
             table = msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MOST_BYTES))
             self.counts.update(table["counts"])
@@ -170,7 +170,7 @@ class Findings:
 
 
 def leader_rows(leaders: Leaders, bar: float) -> dict[str, Any]:
-    """Return the plans that are not above `bar` as plain values, column by column."""
+    """Return the plans not above `bar` as plain values, column by column."""
     if leaders.batch is None:
         return {"objective": []}
     keep = leaders.objective <= bar
@@ -178,7 +178,7 @@ def leader_rows(leaders: Leaders, bar: float) -> dict[str, Any]:
 
 
 def offer_rows(leaders: Leaders, rows: dict[str, Any], placement: tuple[str, ...] | None) -> None:
-    """Offer plans that `leader_rows` made plain values of."""
+    """Offer plans from the plain values of `leader_rows`."""
     if rows["objective"]:
         leaders.offer(np.array(rows["objective"], dtype=np.float64), batch_of(rows, placement))
 
@@ -191,7 +191,7 @@ def rows_of(batch: PlanBatch) -> dict[str, Any]:
 
 
 def batch_of(rows: dict[str, Any], placement: tuple[str, ...] | None) -> PlanBatch:
-    """Return the plans that `rows_of` made plain values of."""
+    """Return plans from the plain values of `rows_of`."""
     columns = {name: np.array(rows[name]) for name in batch_arrays()}
     layouts = tuple(tuple(layers) for layers in rows["layouts"])
     return PlanBatch(**columns, layouts=layouts, placement=placement)

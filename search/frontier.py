@@ -1,4 +1,4 @@
-"""Lower bounds of a space in two levels: first its groups, then the kinds in groups that are not ruled out."""
+"""Lower bounds of a space on two levels: first groups, then the kinds in groups that are not ruled out."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from autoplan.spec.estimate import OOM_Z, RISKY_Z
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # a plan of the verdict is no nearer to the capacity
-BLOCK_KINDS = 8192  # priced by one worker
-# Kinds bounded in one go, those that break rules among them: enough that numpy's cost per call is small.
+SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # minimum distance to the capacity for a verdict
+BLOCK_KINDS = 8192  # kinds priced by one worker at a time
+# Kinds bounded at once, including illegal ones: enough to amortise numpy's cost per call.
 BOUNDED_KINDS = 32768
-SHARP_GROUPS = 4096  # groups bounded sharply in one go
+SHARP_GROUPS = 4096  # groups bounded sharply at once
 
 
 def limit_bytes(problem: Problem, verdict: int) -> float:
-    """Return the memory that a plan which is as safe as `verdict` needs at most."""
+    """Return the largest memory of a plan that is as safe as `verdict`."""
     return float(problem.capacity_bytes * np.exp(SAFE_Z[verdict] * problem.calibration.memory_spread))
 
 
 def best_first(bounds: Floats) -> Ints:
-    """Return an order in which the least of every measure come first, in turns; `bounds`: (elements, measures)."""
+    """Return an order that alternates between the smallest bounds of each measure; `bounds`: (elements, measures)."""
     rank = np.argsort(np.argsort(bounds, axis=0, kind="stable"), axis=0, kind="stable")
     return np.argsort(rank.min(axis=1), kind="stable")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier:
-    """Groups of a space and measures that their plans cannot beat.
+    """Groups of a space with lower bounds on their plans' measures.
 
-    In the time alone the bounds of many groups are plain ones at first, quick to compute, which look at no memory; they
-    become sharp for groups that plain ones do not rule out.
+    If time is the only measure, groups start with plain bounds that are quick to compute and ignore memory; groups that
+    these do not rule out get sharp bounds.
     """
 
     problem: Problem
@@ -52,7 +52,7 @@ class Frontier:
     bounds: Floats  # shape (groups, measures)
     least_bytes: Floats
     is_sharp: Bools
-    kinds_per_group: Ints  # of each cell
+    kinds_per_group: Ints  # per cell
 
     @classmethod
     def of(cls, problem: Problem, space: Space, measures: Sequence[Measure] = ("time",)) -> Frontier:
@@ -72,7 +72,7 @@ class Frontier:
             is_sharp=np.zeros(count, dtype=np.bool_),
             kinds_per_group=np.array([space.kinds_of_group(cell) for cell in cells], dtype=np.int64),
         )
-        # Groups that cannot fit need no bound.
+        # Groups that cannot fit need no bound on time.
         usable = np.flatnonzero(frontier.least_bytes <= limit_bytes(problem, RISKY))
         if frontier.measures == ("time",) and len(usable) > SHARP_GROUPS:
             usable_groups = groups.take(usable)
@@ -82,7 +82,7 @@ class Frontier:
         return frontier
 
     def sharpen(self, groups: Ints) -> None:
-        """Bound `groups` sharply, where they are not."""
+        """Bound those of `groups` sharply that are not yet."""
         groups = groups[~self.is_sharp[groups]]
         if not len(groups):
             return
@@ -92,7 +92,7 @@ class Frontier:
         self.is_sharp[groups] = True
 
     def first(self, verdict: int, count: int) -> Ints:
-        """Return the first `count` of the usable groups, best first: the same as if all bounds were sharp."""
+        """Return the first `count` usable groups, best first, as if all bounds were sharp."""
         while True:
             usable = self._usable(verdict)
             if self.is_sharp[usable[:count]].all():
@@ -101,9 +101,9 @@ class Frontier:
             self.sharpen(np.sort(plain[:SHARP_GROUPS]))
 
     def usable(self, verdict: int, incumbents: Incumbents | None = None) -> Ints:
-        """Return the groups of which a plan may be as safe as `verdict`, best first.
+        """Return the groups with plans that may be as safe as `verdict`, best first.
 
-        Their bounds are sharp, except for those that `incumbents` rule out.
+        Their bounds are sharp, except for groups that `incumbents` rule out.
         """
         groups = self._usable(verdict)
         self.sharpen(np.sort(groups[~incumbents.rules_out(self.bounds[groups])] if incumbents else groups))
@@ -114,13 +114,13 @@ class Frontier:
         return groups[best_first(self.bounds[groups])]
 
     def cell_bounds(self, owner: Ints, bounds: Floats) -> Floats:
-        """Return the least bounds of every cell, infinite where a cell owns none: shape (cells, measures)."""
+        """Return the smallest bounds of every cell, infinite without any: shape (cells, measures)."""
         least = np.full((len(self.cells), len(self.measures)), np.inf)
         np.minimum.at(least, owner, bounds)
         return least
 
     def kinds_of(self, groups: Ints) -> tuple[PlanBatch, Ints]:
-        """Return the kinds of some groups, and for each the index into `groups`."""
+        """Return the kinds of some groups, and each kind's index into `groups`."""
         return self.space.kinds(self.cells, self.groups.take(groups), self.owner[groups])
 
     def blocks(self, groups: Ints) -> Iterator[Ints]:
@@ -135,18 +135,18 @@ class Frontier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenKinds:
-    """Kinds whose plans may be as safe as `verdict` and that nothing ruled out, best first."""
+    """Kinds with plans that may be as safe as `verdict` and are not ruled out, best first."""
 
     verdict: int
     kinds: PlanBatch
     owner: Ints  # the cell of each kind
     bounds: Floats  # shape (kinds, measures)
-    cell_bounds: Floats  # the least of them: shape (cells, measures)
-    least_skipped: float  # least bound, in the first measure, of all other kinds except for those that are too large
+    cell_bounds: Floats  # smallest bounds per cell: shape (cells, measures)
+    least_skipped: float  # smallest bound in the first measure of all other kinds that are not too large
 
     @classmethod
     def of(cls, frontier: Frontier, verdict: int, groups: Ints, incumbents: Incumbents) -> OpenKinds:
-        """Find those of some groups, which stand best first."""
+        """Find the open kinds of some groups, which are given best first."""
         problem, space = frontier.problem, frontier.space
         most_bytes = limit_bytes(problem, verdict)
         is_out = incumbents.rules_out(frontier.bounds[groups])
@@ -178,5 +178,5 @@ class OpenKinds:
         )
 
     def count(self, rows: Ints | slice = slice(None)) -> Ints:
-        """Return how many of the kinds at some rows each cell holds."""
+        """Return the number of kinds per cell among some rows."""
         return np.bincount(self.owner[rows], minlength=len(self.cell_bounds))

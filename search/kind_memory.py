@@ -1,6 +1,6 @@
 """Lower bound on the memory of the plans of a kind, from the same terms as the estimate.
 
-Layers are distinguished by their blocks; arrays of them have a last axis with an element for each sort of layer.
+Layers are distinguished by their blocks; arrays of layers have a last axis with one element per sort of layer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import PlanBatch, batch_arrays
 from autoplan.spec.problem import Problem
 
-# Kinds that differ in these alone share the memory of their bounds.
+# Kinds that agree in these axes have the same memory bounds.
 _OF_TIMES_ALONE = (
     *("vp", "schedule", "layout", "tp_overlap", "ep_overlap", "grad_reduce_overlap", "param_gather_overlap"),
     *("dispatcher", "cp_kind", "cuda_graphs", "rank_order", "fp8_scaling", "fp8_attention"),
@@ -33,19 +33,19 @@ MEMORY_AXES = tuple(name for name in batch_arrays() if name not in _OF_TIMES_ALO
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindMemory(Rows):
-    """Memory that plans of a kind have in common: an element per kind, some with a last axis for sorts of layers."""
+    """Memory common to all plans of a kind: one element per kind, some with a last axis for sorts of layers."""
 
     num_live: Ints  # micro-batches alive on the first rank
-    num_live_second: Ints  # on the one behind it
+    num_live_second: Ints  # on the second rank
     state_bytes: Floats  # of a layer: (kinds, sorts)
     kept_bytes: Floats  # of a layer and micro-batch: (kinds, sorts)
-    stored_bytes: Floats  # of a layer that is recomputed as a whole
+    stored_bytes: Floats  # of a fully recomputed layer
     boundary_bytes: Floats  # of a chunk in flight
-    embedding_bytes: Floats  # its states
-    fixed_bytes: Floats  # whatever the layout
+    embedding_bytes: Floats  # states of the embedding
+    fixed_bytes: Floats  # independent of the layout
 
     def least_bytes(self, spread: Spread) -> Floats:
-        """Least memory of each kind on its first or second rank, for each of the spreads: (kinds, spreads)."""
+        """Lower bound on the memory of each kind's first or second rank, for each spread: (kinds, spreads)."""
         stored = np.minimum(self.stored_bytes[:, None], self.kept_bytes)
 
         def rank_bytes(layers: Floats, not_repeated: Floats, repeated: Floats, live: Ints) -> Floats:
@@ -58,7 +58,7 @@ class KindMemory(Rows):
 
 
 def kind_memory(problem: Problem, batch: PlanBatch, states_of: PlanBatch | None = None) -> KindMemory:
-    """Return the memory of the kinds of `batch`, with the states as sharded and offloaded in `states_of`."""
+    """Return the memory of the kinds of `batch`, with states sharded and offloaded as in `states_of`."""
     states_of = batch if states_of is None else states_of
     columns = (getattr(batch, name) for name in MEMORY_AXES)
     first, of_memory = distinct_rows(*columns, states_of.sharding, states_of.offload)
@@ -79,7 +79,7 @@ def kind_memory(problem: Problem, batch: PlanBatch, states_of: PlanBatch | None 
 
 
 def layer_parameters(problem: Problem, batch: PlanBatch, *, trained: bool = False) -> DenseAndExpert:
-    """Parameters of a layer that a rank holds, those with gradients alone: shape (kinds, sorts)."""
+    """Parameters of a layer on a rank, with `trained` only those with gradients: shape (kinds, sorts)."""
     shapes = block_shapes(problem.model, problem.training.finetuning)
     of_block = {block: local_parameters(batch, shape, trained=trained) for block, shape in shapes.items()}
     return _layers_of(problem.model, of_block)
@@ -103,7 +103,7 @@ def _held_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
 
 
 def _held_beside_frozen(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
-    """Return the same where a part of the weights is frozen."""
+    """Return (bytes of a layer's states, of the embedding's states) with frozen weights."""
     model, finetuning, element = problem.model, problem.training.finetuning, problem.training.element_bytes
     assert finetuning is not None
     none = np.zeros_like(dense)
@@ -133,7 +133,7 @@ def _held_beside_frozen(problem: Problem, batch: PlanBatch, dense: Floats, exper
 
 
 def _layers_of(model: ModelSpec, of_block: dict[Block, DenseAndExpert]) -> DenseAndExpert:
-    """The numbers of every sort of layer: shape (kinds, sorts)."""
+    """Sum values of blocks per sort of layer: shape (kinds, sorts)."""
     return DenseAndExpert(
         dense=per_layer(model, {block: numbers.dense for block, numbers in of_block.items()}),
         expert=per_layer(model, {block: numbers.expert for block, numbers in of_block.items()}),
@@ -141,9 +141,9 @@ def _layers_of(model: ModelSpec, of_block: dict[Block, DenseAndExpert]) -> Dense
 
 
 def _state_bytes(problem: Problem, batch: PlanBatch, dense: float, expert: float, ends: float) -> Floats:
-    """Bytes of weights, gradients and optimizer on a rank with this many dense and expert parameters of its own.
+    """Bytes of weights, gradients and optimizer on a rank with this many dense and expert parameters.
 
-    No gradients where they live in a part of the step alone: there need not be any when most activations are alive.
+    Gradients that live only in a part of the step are not counted, as they may not exist at the activation peak.
     """
     column = np.ones((len(batch), 1))
     parameters = StageParameters(dense=dense * column, expert=expert * column, ends=ends * column)
@@ -159,13 +159,13 @@ def _kept_state_bytes(problem: Problem, batch: PlanBatch, parameters: StageParam
 
 
 def _kept_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Bytes that a layer keeps of one micro-batch, under what the plans recompute by name."""
+    """Bytes that a layer stores per micro-batch under the plans' selective recomputation."""
     per_block = block_bytes(problem, batch, layer_parts(problem, batch))
     return problem.framework.memory.reserved_factor * per_layer(problem.model, per_block)
 
 
 def _fixed_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Bytes on every rank whatever its layers are: context, buffers of communicators and of weight gradients."""
+    """Bytes on every rank independent of its layers: context, communicator and weight-gradient buffers."""
     traits, shape = problem.framework.memory, (len(batch), 1)
     none = np.zeros(shape, dtype=np.int64)
     blocks = StageBlocks(count={}, repeated={}, repeats_chunk=none > 0, chunks_alike=none[:, 0] == 0, is_last=none > 0)

@@ -1,6 +1,6 @@
-"""Spread of the layers over the ranks of a pipeline, of all plans of a kind: what their bounds count layers by.
+"""Spread of layers over pipeline ranks for all plans of a kind, from which bounds count layers.
 
-Layers are distinguished by their blocks; arrays of them have a last axis with an element for each sort of layer.
+Layers are distinguished by their blocks; arrays of layers have a last axis with one element per sort of layer.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from autoplan.spec.model import ModelSpec
 
 ONE_FORWARD_ONE_BACKWARD = tuple(Schedule(name).code for name in ("1f1b", "interleaved"))
 FOLDED = tuple(Schedule(name).code for name in V_SHAPED)
-PARTS = 8  # of the plans of a kind, by what they recompute
+PARTS = 8  # parts into which a kind's plans are divided by recomputation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Spread:
-    """Layers of each sort on the ranks that decide, and the number of them that are recomputed as a whole.
+    """Layers of each sort on the decisive ranks, and the number of fully recomputed ones.
 
-    Shape (plans of a kind, sorts).  Of several plans together each figure is the least.
+    Shape (plans of a kind, sorts).  For several plans together each figure is the minimum.
     """
 
     first: Floats  # on the first rank
-    kept_first: Floats  # of these, not recomputed as a whole
-    second: Floats  # on the rank behind it, which has no embedding and often more layers
+    kept_first: Floats  # of these, not fully recomputed
+    second: Floats  # on the second rank, which has no embedding and often more layers
     kept_second: Floats
     last: Floats  # on the rank with the head
-    heaviest: Floats  # on the rank with most layers except for the last one, the later of equal ones
-    before: Floats  # on the ranks before that one
-    ahead: Floats  # on the ranks before the one with the head, which has the last of them; none where ranks are folded
-    repeated: Floats  # of the whole model
+    heaviest: Floats  # on the rank with the most layers except the last rank, the later one of equals
+    before: Floats  # on the ranks before the heaviest one
+    ahead: Floats  # on the ranks before the one with the head, which has the last layers; 0 if ranks are folded
+    repeated: Floats  # in the whole model
     repeated_first: Floats
     repeated_second: Floats
     repeated_last: Floats
     repeated_heaviest: Floats
     # Shape (plans of a kind):
-    rank: Ints  # which one is the heaviest, -1 where that is not known
-    vp: Ints  # most chunks of a rank
+    rank: Ints  # the heaviest rank, -1 if unknown
+    vp: Ints  # largest number of chunks per rank
     fewest_vp: Ints
-    has_path: Bools  # whether the schedule is 1F1B, plain or interleaved, whose closed form holds
-    is_folded: Bools  # whether the first rank has the last chunk too, so that fewer passes than stages may be alive
+    has_path: Bools  # whether the schedule is 1F1B, plain or interleaved, so that its closed form applies
+    is_folded: Bools  # whether the first rank also has the last chunk, so that fewer passes than stages may be alive
 
     def parted(self) -> Spread:
-        """Return bounds on all plans of a part, a row for each: of plans alike in chunks, recomputation and form."""
+        """Return minima over parts of the plans, which are similar in chunks, recomputation and form; one row each."""
         log_chunks = np.ceil(np.log2(self.vp)).astype(np.int64)
         share = np.ceil(PARTS * self.repeated.sum(axis=1) / np.maximum(self.repeated.sum(axis=1).max(), 1))
         _, part = distinct_rows(log_chunks, share.astype(np.int64), self.has_path)
@@ -75,7 +75,7 @@ FIGURES: tuple[str, ...] = Spread.__slots__[: Spread.__slots__.index("rank")]
 
 @lru_cache(maxsize=4096)
 def spread_of(model: ModelSpec, inside: Inside) -> Spread:
-    """The figures of all plans that some kinds hold."""
+    """Return the figures of all plans in some kinds."""
     is_folded = np.isin(inside.schedule, FOLDED)
     table = np.empty((len(FIGURES), len(inside), len(model.layer_kinds)))
     rank = np.empty(len(inside), dtype=np.int64)
@@ -97,7 +97,7 @@ def spread_of(model: ModelSpec, inside: Inside) -> Spread:
 
 @lru_cache(maxsize=16384)
 def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: bool) -> tuple[Floats, int]:
-    """(`FIGURES` of a layout, its heaviest rank): shape (figures, layers of a chunk that are recomputed, sorts)."""
+    """Return (`FIGURES` of a layout, its heaviest rank): shape (figures, recomputed layers per chunk, sorts)."""
     layers, total, numbers = np.array(layout), _layers_before(model), np.arange(max(layout) + 1)
     starts = np.cumsum(layers) - layers
     on_rank = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
@@ -136,6 +136,6 @@ def _layers_before(model: ModelSpec) -> Ints:
 
 
 def _by_rank(chunks: Ints, pp: int, *, is_folded: bool) -> Ints:
-    """Sums over the chunks of every rank: chunk i is on rank i mod pp, or comes back from the last rank."""
+    """Sums over the chunks of every rank: chunk i is on rank i mod pp, or folded back from the last rank."""
     rounds = chunks.reshape(*chunks.shape[:-2], -1, pp, chunks.shape[-1])
     return rounds[..., 0, :, :] + rounds[..., 1, ::-1, :] if is_folded else rounds.sum(axis=-3)

@@ -1,8 +1,8 @@
 """Optuna study of a search shared by many workers: blocks of cells are queued, claimed and priced once.
 
 A worker claims a block by setting the trial of its first cell from waiting to running, which Optuna allows only one
-worker to do; the other cells get their trials with the outcome.  The answer is the same whoever prices a block, when,
-and however often a worker is lost.
+worker to do; the other cells get their trials with the outcome.  The answer does not depend on which worker prices a
+block, when, or on how many workers are lost.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from autoplan.search.damage import refusing_damage
 from autoplan.search.sampler import Axes, Sampling, make_sampler
 from autoplan.search.space import Cell
 
-BEAT_S = 1.0  # a worker says so often that it is alive
-PATIENCE_S = 1.0  # for the worker whose turn it is to put up the next round
+BEAT_S = 1.0  # interval of a worker's heartbeat
+PATIENCE_S = 1.0  # wait for the worker that should queue the next round
 POLL_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _BlockTrial:
-    """The trial of the first cell of a block, and the block without cells that an earlier trial named."""
+    """Trial of a block's first cell, and the block without cells claimed by earlier trials."""
 
     trial: FrozenTrial
     block: Block
@@ -41,7 +41,7 @@ class _BlockTrial:
 
 
 class Ledger:
-    """Access of a worker to a study of `cells`; `made_here`: no other worker has queued anything yet."""
+    """A worker's access to a study of `cells`; `made_here`: no other worker has queued anything yet."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Ledger:
         self._first_seen_s: dict[Hashable, float] = {}
 
     def run(self, next_round: NextRound, price: PriceBlock) -> None:
-        """Price blocks beside other workers until `next_round`, whatever the order of its input, is empty."""
+        """Price blocks together with other workers until `next_round`, for any order of its input, is empty."""
         while True:
             trials = self._study.get_trials(deepcopy=False)
             with refusing_damage():
@@ -79,12 +79,12 @@ class Ledger:
                 self._enqueue_in_turn(blocks, is_own_turn=self._ended_round(block_trials))
 
     def results(self) -> list[BlockResult]:
-        """Return what has been priced by now, by anyone."""
+        """Return the blocks priced so far by any worker."""
         block_trials, _ = _block_trials(self._study.get_trials(deepcopy=False))
         return _results([block_trial for block_trial in block_trials if block_trial.trial.state.is_finished()])
 
     def sample(self, sampling: Sampling, first: Sequence[int], price: Callable[[int], BlockOutcome]) -> dict[int, str]:
-        """Price `first`, then new cells that a sampler proposes, up to its trials; return findings by cell."""
+        """Price `first`, then cells proposed by a sampler, up to its number of trials; return findings by cell."""
         axes = Axes(self._cells)
         # Workers with one seed would propose the same cells.
         self._study.sampler = make_sampler(sampling.name, sampling.seed if self._made_here else None)
@@ -129,7 +129,7 @@ class Ledger:
             raise
 
     def _ended_round(self, block_trials: Sequence[_BlockTrial]) -> bool:
-        """Return whether this worker finished the last trial, or made the study: one worker queues the next round."""
+        """Return whether this worker finished the last trial or made the study, so that it queues the next round."""
         if not block_trials:
             return self._made_here
         last = max(
@@ -145,7 +145,7 @@ class Ledger:
             time.sleep(POLL_S)
 
     def _enqueue(self, blocks: tuple[Block, ...]) -> None:
-        """Queue the blocks of a round; the trial of each names all, should this worker be lost before the last."""
+        """Queue the blocks of a round; each trial names all blocks, in case this worker is lost before the last."""
         round_blocks = [_encoded(block) for block in blocks]
         for block in blocks:
             attributes = {"block": _encoded(block), "round": round_blocks}
@@ -156,7 +156,7 @@ class Ledger:
         return create_trial(state=state, params=params, distributions=self._distributions, **more)
 
     def _replace_lost(self, block_trials: Sequence[_BlockTrial]) -> None:
-        """Fail the trials of workers that are dead, queue their blocks again, and fail what was queued twice."""
+        """Fail the trials of dead workers, queue their blocks again, and fail duplicates."""
         for block_trial in block_trials:
             state = block_trial.trial.state
             if state == TrialState.RUNNING and self._waited_s(_sign_of_life(block_trial.trial)) >= self._grace_s:
@@ -189,7 +189,7 @@ class Ledger:
     def _price(
         self, block_trial: _BlockTrial, price: Callable[[Block], BlockOutcome], already: Collection[tuple[int, int]]
     ) -> None:
-        """Price a claimed block and record it, unless this worker was taken for dead meanwhile."""
+        """Price a claimed block and record it, unless this worker has been declared dead meanwhile."""
         try:
             with self._showing_life(block_trial.trial._trial_id):
                 self._record(block_trial, price(block_trial.block), already)
@@ -201,7 +201,7 @@ class Ledger:
         self._finished_here.add(block_trial.trial.number)
 
     def _record(self, block_trial: _BlockTrial, outcome: BlockOutcome, already: Collection[tuple[int, int]]) -> None:
-        """Record trials of all cells: attributes of the first, which needs the claim, the others, its state last."""
+        """Record trials of all cells: first the attributes of the claimed trial, then the others, its state last."""
         verdict, first_cell = block_trial.block.verdict, block_trial.first_cell
         outcome_of_first = outcome.cells.get(first_cell, NO_OUTCOME)
         self._describe(block_trial.trial._trial_id, outcome_of_first, findings=outcome.findings)
@@ -229,7 +229,7 @@ class Ledger:
 
     @contextmanager
     def _showing_life(self, trial_id: int) -> Iterator[None]:
-        """Show that the worker of a trial lives, in whatever storage: Optuna's own heartbeat is for databases only."""
+        """Send heartbeats for a trial in any storage; Optuna's own heartbeat supports databases only."""
         done = threading.Event()
 
         def beat() -> None:
@@ -252,12 +252,12 @@ NO_OUTCOME = CellOutcome(value=None, constraints={}, attributes={})
 
 
 def _state_of(outcome: CellOutcome) -> TrialState:
-    """Return the state of a trial; a cell without a value is pruned."""
+    """Return the state of a trial: pruned if the cell has no value."""
     return TrialState.PRUNED if outcome.value is None else TrialState.COMPLETE
 
 
 def _sign_of_life(trial: FrozenTrial) -> Hashable:
-    """Return what changes as long as the worker of a trial lives."""
+    """Return a value that keeps changing while the worker of a trial is alive."""
     return trial.number, trial.user_attrs.get("beat")
 
 
@@ -278,10 +278,9 @@ def _results(block_trials: Iterable[_BlockTrial]) -> list[BlockResult]:
 
 
 def _block_trials(trials: Iterable[FrozenTrial]) -> tuple[list[_BlockTrial], tuple[Block, ...]]:
-    """Return the trials of blocks that did not fail, and blocks of their rounds that have no such trial.
+    """Return the block trials that did not fail, and the blocks of their rounds without such a trial.
 
-    Blocks may be queued twice, and in part, by workers that were taken for dead: a cell belongs to the first that
-    names it.
+    Workers that were declared dead may queue blocks twice or partly; a cell belongs to the first trial that names it.
     """
     block_trials: list[_BlockTrial] = []
     earlier_cells: set[tuple[int, int]] = set()
@@ -305,5 +304,5 @@ def _without(block: Block, earlier_cells: Collection[tuple[int, int]]) -> Block:
 
 
 def _recorded_cells(trials: Iterable[FrozenTrial]) -> set[tuple[int, int]]:
-    """Return (verdict, cell) of the trials that blocks added: some may be there from a worker that was lost."""
+    """Return (verdict, cell) of the trials recorded for blocks, including those of lost workers."""
     return {tuple(trial.user_attrs["cell"]) for trial in trials if "cell" in trial.user_attrs}

@@ -350,8 +350,7 @@ def _messages(pipeline: Pipeline, order: Sequence[Operation], passes: Sequence[E
 
 
 def _waits(passes: Sequence[Event], pipeline: Pipeline) -> Iterator[Event]:
-    """Divide the gaps between passes into bubble and message waits by their totals, with equal message time per
-    rank."""
+    """Divide gaps between passes into bubble and message waits by their totals, with equal message time per rank."""
     pipeline_s = pipeline.pipeline_s
     idle = pipeline_s - sum(event.duration_s for event in passes)
     share = min(pipeline.send_s / idle, 1.0) if idle > LEAST_S * pipeline_s else 0.0

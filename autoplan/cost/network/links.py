@@ -186,8 +186,7 @@ def _rings_s(topology: Topology, spans: Spans, moved: Floats, buffer_bytes: Floa
 
 
 def _rings(volume: float) -> Algorithm:
-    """Return the algorithm of rings in and between domains, for `volume` x the buffer (nccl-tests
-    doc/PERFORMANCE.md)."""
+    """Return the algorithm of rings in and between domains, `volume` x the buffer (nccl-tests doc/PERFORMANCE.md)."""
     return Algorithm(
         moved_bytes=lambda _, spans, buffer_bytes, copies: hierarchical_bytes(spans, buffer_bytes, volume),
         seconds=partial(_rings_s, volume=volume),
