@@ -1,4 +1,4 @@
-"""Types of numpy arrays by element type, sums and distinct rows of them, and records."""
+"""Types of numpy arrays by element type, their sums and distinct rows, and records of arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bools = NDArray[np.bool_]
 
 
 def add_up(terms: Iterable[Floats]) -> Floats:
-    """Sum of arrays in their order, so that a plan's sum does not depend on the batch that it stands in."""
+    """Add arrays in their order, so that a plan's sum does not depend on its batch."""
     total: Floats = np.zeros(())
     for term in terms:
         total = total + term
@@ -24,11 +24,11 @@ def add_up(terms: Iterable[Floats]) -> Floats:
 
 
 def distinct_rows(*columns: Ints | Bools) -> tuple[Ints, Ints]:
-    """Return (indices of distinct rows, which of these every row is like); no column has negative numbers."""
+    """Return (indices of distinct rows, index into these for every row); columns must not be negative."""
     code, num_codes = columns[0].astype(np.int64), int(columns[0].max(initial=0)) + 1
     for column in columns[1:]:
         span = int(column.max(initial=0)) + 1
-        if num_codes * span >= 2**63:  # number again what there is
+        if num_codes * span >= 2**63:  # renumber the existing codes
             code, num_codes = np.unique(code, return_inverse=True)[1], len(code)
         code, num_codes = code * span + column, num_codes * span
     _, first, inverse = np.unique(code, return_index=True, return_inverse=True)
@@ -36,12 +36,12 @@ def distinct_rows(*columns: Ints | Bools) -> tuple[Ints, Ints]:
 
 
 class Rows:
-    """Base of dataclasses of arrays with an element, or a row, per plan; what is no array holds for all plans."""
+    """Base of dataclasses of arrays with an element, or a row, per plan; other values apply to all plans."""
 
     __slots__ = ()
 
     def take(self, rows: Ints | Bools | slice) -> Self:
-        """The record of the plans at the given indices, or where the mask is true."""
+        """Return the record of the plans at the given indices, or where the mask is true."""
         if isinstance(rows, np.ndarray) and rows.dtype == np.bool_:
             rows = np.flatnonzero(rows)  # once for all columns
         kind: Any = type(self)

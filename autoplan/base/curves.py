@@ -1,9 +1,9 @@
-"""Speed of kernels and collectives by size, as curves of a few parameters that devices hold as data.
+"""Speed of kernels and collectives by size, as curves with a few parameters that are part of a device's data.
 
 The shapes are fitted to public measurements by `benchmarks/kernel_fits.py` and `profiler.fit` (tables of
-aiconfigurator-core, own ones on an H200, see `benchmarks/results`); a device or a link that was not measured takes
-those of its nearest relative.  The level is kept apart from the shape: short benchmarks run at clocks that training
-does not sustain (`modelling` C2).  Where neither the device nor a relative was measured, the source of a curve begins
+aiconfigurator-core, our own on an H200, see `benchmarks/results`); a device or link without measurements has the curves
+of the most similar one.  The level is separate from the shape, because short benchmarks run at clocks that training
+does not sustain (`modelling` C2).  If neither the device nor a similar one was measured, the source of a curve begins
 with "not measured".
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.base.units import check_fraction, check_not_negative, check_positive
 
-FULL_HEAD_DIM = 128  # kernels are tuned for it; wider heads gain nothing more
+FULL_HEAD_DIM = 128  # kernels are tuned for it; wider heads are not faster
 
 
 def _check(curve: Any, *, fractions: tuple[str, ...] = (), not_negative: tuple[str, ...] = ()) -> None:
@@ -35,18 +35,19 @@ class _Sourced:
 
     @property
     def is_measured(self) -> bool:
-        """Return whether a measurement of the device or of a relative stands behind the curve."""
+        """Return whether the curve is based on a measurement of the device or of a similar one."""
         return not self.source.startswith("not measured")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmCurve(_Sourced):
-    """Rate of an m x n x k product against that of an unlimited one, and the start of its kernel.
+    """Rate of an m x n x k product relative to an infinitely large one, and the start-up time of its kernel.
 
     The rate is divided by (1 + half_m / m) (1 + half_n / n) (1 + half_k / k) (1 + half_output / (m n)): too few rows or
-    columns waste part of a tile, a short k does not pay for a tile's prologue, and a small output has fewer tiles than
-    the device has units.  `burst_efficiency` is the plateau of the short benchmarks behind the fit, over the peak; what
-    training sustains is the device's `gemm_efficiency`.  `fit_error` is the mean |error| on shapes held out of the fit.
+    columns waste part of a tile, a short k does not amortise a tile's prologue, and a small output has fewer tiles than
+    the device has units.  `burst_efficiency` is the plateau of the short benchmarks used for the fit, over the peak;
+    the rate that training sustains is the device's `gemm_efficiency`.  `fit_error` is the mean |error| on held-out
+    shapes.
 
     The defaults are those of H100.
     """
@@ -67,15 +68,15 @@ class GemmCurve(_Sourced):
     def slowdown(
         self, m: Floats, n: Floats, k: Floats, pace: Floats | float = 1.0, side_by_side: Floats | float = 1.0
     ) -> Floats:
-        """Time of the m x n x k product over its time at the plateau's rate, without its start; at least 1.
+        """Return the time of the m x n x k product over its time at the plateau's rate, without start-up; at least 1.
 
-        `pace` is the plateau's rate in the type of the inputs over that in 16 bits, of which the curve is: a tile's
-        prologue and epilogue last as long, beside a loop that is as much shorter.  The tiles of products that run
-        `side_by_side` fill the device together.  A product takes no longer than one of more rows or columns, as which
-        it could be computed: below the size that takes least all take as long.
+        `pace` is the plateau's rate for the type of the inputs over that for 16 bits, to which the curve was fitted: a
+        tile's prologue and epilogue take the same time, while its loop is shorter by this factor.  The tiles of
+        products that run `side_by_side` fill the device together.  A product is never slower than a padded one with
+        more rows or columns, so all sizes below the fastest one take the same time.
         """
         output = self.half_output / side_by_side
-        # The number of columns that takes least with the number of rows that does.
+        # The fastest number of columns together with the fastest number of rows.
         fewest = np.cbrt(self.half_n**2 * output / self.half_m) if self.half_m else 0.0
         rows = np.maximum(m, np.sqrt(self.half_m * output / np.maximum(n, fewest)))
         columns = np.maximum(n, np.sqrt(self.half_n * output / rows))
@@ -85,12 +86,12 @@ class GemmCurve(_Sourced):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCurve(_Sourced):
-    """Rate of causal flash attention, forward, as a share of the device's bf16 peak, and the start of its kernel.
+    """Rate of causal flash attention (forward) as a share of the device's bf16 peak, and its kernel's start-up time.
 
-    `efficiency` is that of long sequences with heads of at least 128, as training sustains it.  It is halved at
-    `half_seq_len` tokens (half-filled tiles on the diagonal, short inner loops), and where the thread blocks of 128
-    queries number `half_blocks` for each compute unit; heads of `half_head_dim` lose half of what unlimited ones
-    would reach.  `burst_efficiency` is the plateau of the short benchmarks behind the fit.  The defaults are H100's.
+    `efficiency` is that of long sequences with heads of at least 128, as sustained in training.  It is halved at
+    `half_seq_len` tokens (half-filled tiles on the diagonal, short inner loops), and at `half_blocks` thread blocks of
+    128 queries per compute unit; heads of `half_head_dim` reach half the rate of infinitely wide ones.
+    `burst_efficiency` is the plateau of the short benchmarks used for the fit.  The defaults are those of H100.
     """
 
     efficiency: float = 0.53
@@ -110,9 +111,9 @@ class AttentionCurve(_Sourced):
         )
 
     def slowdown(self, seq_len: Floats | float, blocks_per_unit: Floats, head_dim: Floats | float) -> Floats:
-        """Time of the kernel over its time at the plateau's rate, without its start; at least 1.
+        """Return the time of the kernel over its time at the plateau's rate, without start-up; at least 1.
 
-        `blocks_per_unit` is the number of thread blocks of 128 queries over that of the device's compute units.
+        `blocks_per_unit` is the number of thread blocks of 128 queries per compute unit of the device.
         """
         narrow = 1 + self.half_head_dim / np.minimum(head_dim, FULL_HEAD_DIM)
         heads = narrow / (1 + self.half_head_dim / FULL_HEAD_DIM)
@@ -121,10 +122,10 @@ class AttentionCurve(_Sourced):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveCurve:
-    """Time of NCCL's collectives inside one scale-up domain, beyond the time of their bytes at the plateau.
+    """Time of NCCL's collectives inside one scale-up domain, in addition to the time of their bytes at the plateau.
 
-    start_s + step_s for every step of the ring, + fill_s x S / (S + half_fill) while the pipeline of a buffer of S
-    bytes fills; and of few members each gets a part of its links to work: rate / (1 + pair_slowdown / (n - 1)).
+    It is start_s, + step_s for every step of the ring, + fill_s x S / (S + half_fill) while the pipeline of a buffer of
+    S bytes fills; small groups use only a part of their links: rate / (1 + pair_slowdown / (n - 1)).
     """
 
     start_s: float
@@ -140,9 +141,9 @@ class CollectiveCurve:
         check_positive("half_fill_bytes", self.half_fill_bytes)
 
     def slowdown(self, members: Floats) -> Floats:
-        """Time of the bytes among `members` devices (2 or more) over their time at the plateau's rate."""
+        """Return the time of the bytes among `members` devices (2 or more) over their time at the plateau's rate."""
         return 1 + self.pair_slowdown / np.maximum(members - 1, 1)
 
     def overhead_s(self, steps: Floats, buffer_bytes: Floats) -> Floats:
-        """Time beyond that of the bytes, for a collective of this many steps over a whole buffer."""
+        """Return the time in addition to the bytes, for a collective of this many steps over a whole buffer."""
         return self.start_s + steps * self.step_s + self.fill_s * buffer_bytes / (buffer_bytes + self.half_fill_bytes)

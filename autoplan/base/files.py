@@ -1,4 +1,4 @@
-"""Strict decoding of files into values, and writing of files in one step, never half."""
+"""Strict decoding of files into values, and atomic writing of files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from autoplan.base.units import file_keys, file_units, listed
 
 T = TypeVar("T")
 
-# Far above any configuration file that people write; a weight file given by mistake is not read into memory.
+# Far above any hand-written configuration; a weight file given by mistake is not read into memory.
 MOST_BYTES = 8 * 2**20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a file of at most `most_bytes`."""
+    """Return the text of a file of at most `most_bytes`."""
     try:
         size = path.stat().st_size
         if size > most_bytes:
@@ -49,7 +49,7 @@ def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether `path` is a file: not one that cannot be looked at, or whose name no file system can hold."""
+    """Return whether `path` is an existing file; False for inaccessible paths and impossible names."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -57,7 +57,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether `path` is a folder, as `is_file` has it."""
+    """Return whether `path` is an existing folder; False in the same cases as `is_file`."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -73,8 +73,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The table in a TOML or JSON file; a syntax error names the line and column."""
-    text = read_text(path).removeprefix("\ufeff")  # the mark that editors of Windows put before UTF-8
+    """Return the table in a TOML or JSON file; a syntax error contains the line and column."""
+    text = read_text(path).removeprefix("\ufeff")  # the byte order mark that Windows editors write
     try:
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
     except tomllib.TOMLDecodeError as error:
@@ -87,7 +87,7 @@ def read_table(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
     if not isinstance(table, dict):
         raise InputError(f"{path}: must contain one table (object), not a {type(table).__name__}")
-    if _SURROGATE.search(text):  # JSON may name half a character, which nothing can write again
+    if _SURROGATE.search(text):  # JSON may contain half a surrogate pair, which cannot be encoded again
         try:
             json.dumps(table, ensure_ascii=False).encode()
         except UnicodeEncodeError:
@@ -97,19 +97,19 @@ def read_table(path: Path) -> dict[str, Any]:
 
 @cache
 def shipped(folder: str = "") -> dict[str, Path]:
-    """The TOML files of a folder of presets, by their ids in alphabetical order."""
+    """Return the TOML files in a folder of presets, by their ids in alphabetical order."""
     entries = (Path(str(entry)) for entry in (resources.files("autoplan.presets") / folder).iterdir())
     files = {path.stem: path for path in entries if path.suffix == ".toml"}
     return dict(sorted(files.items()))
 
 
 def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
-    """`table` as the dataclass `kind`; unknown keys, missing keys and wrong types are refused.
+    """Decode `table` as the dataclass `kind`; unknown keys, missing keys and wrong types are errors.
 
-    Keys may carry the human units of `units.FILE_UNITS`.  `where` names the file in messages.  A class that has
-    `check_table` looks at a table before its keys are.
+    Keys may have the human units of `units.FILE_UNITS`.  `where` names the file in messages.  A class with
+    `check_table` checks a table before its keys are checked.
     """
-    import msgspec  # here and below: a help page needs none
+    import msgspec  # here and below: not needed for a help page
 
     written: dict[str, tuple[str, float]] = {}
     try:
@@ -132,7 +132,7 @@ def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
 
 
 def _words_at(kind: type, path: str) -> tuple[str, ...]:
-    """The words that may stand at a place such as $.levels[0].kind; none where it is not known."""
+    """Return the allowed words at a place such as $.levels[0].kind; empty if unknown."""
     annotation: Any = kind
     for name in re.sub(r"\[.*?\]", "", path).split(".")[1:]:
         inner, _ = _dataclass_inside(annotation)
@@ -153,7 +153,7 @@ def _as_written(error: OutOfRangeError, path: str, written: dict[str, tuple[str,
 
 
 def _dataclass_inside(annotation: Any) -> tuple[type | None, bool]:
-    """(the dataclass held by an annotation such as X, X | None or tuple[X, ...], whether it is a sequence)."""
+    """Return (dataclass in an annotation such as X, X | None or tuple[X, ...], whether it is a sequence)."""
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
         return annotation, False
     origin = typing.get_origin(annotation)
@@ -171,10 +171,10 @@ def _scaled(value: Any, factor: float) -> Any:
     if isinstance(value, dict):
         return {key: _scaled(part, factor) for key, part in value.items()}
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return value  # the decoder says what is wrong with it
+        return value  # the decoder reports the error
     try:
         return value * factor
-    except OverflowError:  # an integer beyond all floats, which is refused like infinity
+    except OverflowError:  # an integer beyond the range of floats, treated like infinity
         return math.inf
 
 
@@ -185,11 +185,11 @@ def to_fields(
     written: dict[str, tuple[str, float]] | None = None,
     needed: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Return `table` with the fields of the dataclass `kind` as keys: human units become SI.
+    """Return `table` with the fields of the dataclass `kind` as keys, converting human units to SI.
 
-    Unknown and missing keys are refused, all in one message; `needed` are the fields that may not be missing, by
-    default those without a default.  `written` collects, by the place of a scaled field, its key in the file and the
-    factor of that key's unit.
+    Unknown and missing keys are errors, reported in one message; `needed` are the required fields, by default those
+    without a default.  `written` collects, by the place of a converted field, its key in the file and the factor of
+    that key's unit.
     """
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {}
@@ -245,7 +245,7 @@ def _required(kind: type) -> list[str]:
 
 
 def encode(value: object) -> str:
-    """The text of a dataclass as `decode` reads it: JSON in SI units, the same for the same value."""
+    """Encode a dataclass for `decode`: JSON in SI units, the same text for the same value."""
     import msgspec
 
     return msgspec.json.format(msgspec.json.encode(value), indent=2).decode() + "\n"
@@ -259,7 +259,7 @@ def encode_line(value: object) -> str:
 
 
 def schema(kind: type, *, human_units: bool) -> dict[str, Any]:
-    """JSON Schema of the file that `decode(kind, ...)` reads; with `human_units` keys may be those people write."""
+    """Return the JSON Schema of the file for `decode(kind, ...)`; with `human_units` also with keys in human units."""
     import msgspec
 
     result: dict[str, Any] = msgspec.json.schema(kind)
@@ -273,12 +273,12 @@ def schema(kind: type, *, human_units: bool) -> dict[str, Any]:
 
 
 def _unscaled(value: Any, factor: float) -> Any:
-    """A default in the unit of a key, without the noise of the division: 14 us, not 13.999999999999998."""
+    """Return a default in the unit of a key, without rounding noise: 14 us, not 13.999999999999998."""
     return value if value is None else float(f"{value / factor:.12g}")
 
 
 def _offer_human_keys(definition: dict[str, Any]) -> None:
-    """Offer keys in human units and in SI; of a required quantity one is needed."""
+    """Add keys in human units in addition to SI; a required quantity needs one of them."""
     properties: dict[str, Any] = {}
     required, alternatives = [], []
     for field, described in definition["properties"].items():
@@ -299,7 +299,7 @@ def _offer_human_keys(definition: dict[str, Any]) -> None:
 
 @contextmanager
 def refused_writes(path: Path | None) -> Iterator[None]:
-    """Turn what the system says when `path` cannot be written into an error of the user's."""
+    """Convert system errors from writing `path` into InputError."""
     try:
         yield
     except OSError as error:
@@ -307,7 +307,7 @@ def refused_writes(path: Path | None) -> Iterator[None]:
 
 
 def check_target(path: Path, *, force: bool) -> None:
-    """Refuse to write over what exists, a link that leads nowhere included; whatever is no regular file, always."""
+    """Raise an error if `path` exists without `force`, even as a dangling link, or is anything but a regular file."""
     try:
         with refused_writes(path):
             exists = path.exists()
@@ -324,7 +324,7 @@ def check_target(path: Path, *, force: bool) -> None:
 
 @contextmanager
 def replacing(path: Path, *, force: bool = False, executable: bool = False) -> Iterator[BinaryIO]:
-    """A stream whose bytes become the file when the block ends, or never; as `write_text` does."""
+    """Yield a stream whose bytes replace the file at the end of the block, or not at all, as in `write_text`."""
     check_target(path, force=force)
     temporary: Path | None = None
     try:
@@ -346,15 +346,15 @@ def replacing(path: Path, *, force: bool = False, executable: bool = False) -> I
 
 
 def _holds(path: Path, data: bytes) -> bool:
-    """Return whether there is a file of just these bytes."""
+    """Return whether the file exists with exactly these bytes."""
     try:
         return path.is_file() and path.stat().st_size == len(data) and path.read_bytes() == data
-    except (OSError, RuntimeError):  # cannot be read, or its links form a loop
+    except (OSError, RuntimeError):  # unreadable, or a loop of links
         return False
 
 
 def write_text(path: Path, text: str, *, force: bool = False, executable: bool = False) -> None:
-    """Write a file whole or not at all; one with another text only with `force`, and the one that a link points to."""
+    """Write a file completely or not at all; different text needs `force`; links are followed."""
     try:
         data = text.encode("utf-8")
     except UnicodeEncodeError:
@@ -366,7 +366,7 @@ def write_text(path: Path, text: str, *, force: bool = False, executable: bool =
 
 
 def check_folder(path: Path, *, force: bool) -> None:
-    """Refuse to write a folder over what exists; into a folder that holds something, only with `force`."""
+    """Raise an error if `path` exists and is no folder, or is a folder with content and `force` is not set."""
     with refused_writes(path):
         if path.is_dir():
             if not force and any(path.iterdir()):
@@ -376,10 +376,10 @@ def check_folder(path: Path, *, force: bool) -> None:
 
 
 def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool = False) -> None:
-    """Write a folder of (text, executable) by name: a new one whole or not at all, with `force` into an existing one.
+    """Write a folder of (text, executable) by name: a new one completely or not at all, an existing one with `force`.
 
-    There each file is replaced whole, once all are written beside them; whatever else is there is not touched: a job
-    may be writing its log, or have left checkpoints.  A folder that holds these texts is left as it is.
+    In an existing folder all files are first written next to the old ones and then replaced one by one; other files
+    are kept, such as a running job's log or checkpoints.  A folder that already contains these texts is unchanged.
     """
     for name in texts:
         if name in ("", ".", "..") or Path(name).name != name or "\0" in name:

@@ -1,4 +1,4 @@
-"""Short lists of host names as Slurm writes them: 'node[001-016,020],login1'."""
+"""Host lists in Slurm's notation: 'node[001-016,020],login1'."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBERED = re.compile(r"(?P<prefix>.*?)(?P<number>\d{1,9})(?P<suffix>\D*)")
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The names in the order in which they are written; a number keeps the zeros before it."""
+    """Return the names in the order of the text; numbers keep their leading zeros."""
     names: list[str] = []
     for column, part in _parts(text):
         axes = [_axis(word, column + at) for at, word in _pieces(part, column)]
@@ -32,7 +32,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _parts(text: str) -> list[tuple[int, str]]:
-    """The comma-separated parts, brackets left whole, and the column at which each begins."""
+    """Return the comma-separated parts without splitting brackets, each with its starting column."""
     parts, start, inside = [], 0, False
     for at, letter in enumerate(text + ","):
         if letter in "[]":
@@ -49,7 +49,7 @@ def _parts(text: str) -> list[tuple[int, str]]:
 
 
 def _pieces(part: str, column: int) -> list[tuple[int, str]]:
-    """Split a part into what is inside and outside of brackets, each with where it begins."""
+    """Split a part into text inside and outside of brackets, each with its starting column."""
     pieces = [(match.start(), match[0]) for match in re.finditer(r"\[[^\]]*\]|[^\[\]]+", part)]
     for at, piece in pieces:
         if not piece.startswith("[") and not _TEXT.fullmatch(piece):
@@ -79,7 +79,7 @@ def _shown(word: str) -> str:
 
 
 def compress_hosts(names: Iterable[str]) -> str:
-    """A host list of `names`, in their order: neighbours that count up by one become a range."""
+    """Return a host list of `names`, in their order: consecutive numbers become a range."""
     runs: list[tuple[str, str, list[str]]] = []  # prefix, suffix, numbers as written
     for name in names:
         match = _NUMBERED.fullmatch(name)

@@ -1,10 +1,10 @@
 """Time of an operation at sizes between the measured ones.
 
-Two steps.  A sum of products of the sizes, with weights that are not negative, is fitted to all points: of a matrix
-product it holds the start, the bytes of the matrices and the operations, and with them what half-filled tiles and short
-loops cost.  It follows the sizes far, and misses single kernels by several percent.  What it misses is interpolated
-among the nearest points, by ordinary kriging with a linear variogram (Matheron, Economic Geology 1963): one small
-system of equations for each shape, and linear interpolation along a line of points.
+There are two steps.  First, a sum of products of the sizes, with non-negative weights, is fitted to all points: for a
+matrix product it includes the start-up, the bytes of the matrices and the operations, and thus the cost of half-filled
+tiles and short loops.  It extrapolates well, but is off by several percent for single kernels.  Second, the residuals
+are interpolated between the nearest points by ordinary kriging with a linear variogram (Matheron, Economic Geology
+1963): one small system of equations per shape, which is linear interpolation along a line of points.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 
-# What other values are worth stands in benchmarks/results.
+# Results with other values are in benchmarks/results.
 NEIGHBOURS = 12
-FAR = math.log(4)  # of the nearest point: of what is farther, a twentieth would be off by 40 % and more
+FAR = math.log(4)  # distance to the nearest point: beyond it, one in twenty would be off by 40 % or more
 TILE = 128  # rows or columns that a kernel computes at once
-# Full tiles and a last one with a single row lie as far apart as sizes of ratio 1.35: other kernels serve them.
+# Full tiles and a last tile with a single row are as far apart as sizes of ratio 1.35, since their kernels differ.
 PADDING = 0.3
-UNSEEN = 0.01  # first weight of a product beside that of the work: what a single point tells is its rate
+UNSEEN = 0.01  # initial weight of a product relative to the work: a single point only determines the rate
 
-_STEPS = 300  # of the fit
-_LEAF = 16  # most points of a cell
-_NEAREST_CELLS = 6  # whose points are looked through
-_AT_ONCE = 256  # shapes, to bound memory
+_STEPS = 300  # steps of the fit
+_LEAF = 16  # maximum points in a cell
+_NEAREST_CELLS = 6  # cells whose points are searched
+_AT_ONCE = 256  # shapes per batch, to bound memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Scattered:
-    """Times of one operation at scattered points, ready to be asked for those in between."""
+    """Times of one operation at scattered points, prepared for interpolation."""
 
-    powers: tuple[int, ...]  # with which the work grows with each size
-    low: Floats  # least and greatest of each size
+    powers: tuple[int, ...]  # power of each size in the work
+    low: Floats  # minimum and maximum of each size
     high: Floats
-    weights: Floats  # of the products of sizes
+    weights: Floats  # weights of the products of sizes
     points: Floats  # (points, coordinates)
     residuals: Floats  # (points,): logarithm of measured over fitted time
-    cells: Ints  # (cells, _LEAF): points that lie together, -1 where there are fewer
-    cell_low: Floats  # (cells, coordinates): the box around them
+    cells: Ints  # (cells, _LEAF): points that are close together, padded with -1
+    cell_low: Floats  # (cells, coordinates): bounding box of the points
     cell_high: Floats
 
     @classmethod
     def of(cls, sizes: Floats, seconds: Floats, powers: Sequence[int]) -> Scattered:
-        """The times of points (points, sizes), no two the same, all positive; the first size grows with the batch."""
+        """Prepare the times of points (points, sizes), distinct and positive; the first size grows with the batch."""
         products = _products(sizes, powers)
         weights = _fitted(products, seconds)
         points = _coordinates(sizes)
@@ -65,20 +65,20 @@ class Scattered:
         )
 
     def at(self, sizes: Floats) -> Floats:
-        """Seconds at (shapes, sizes): NaN outside the range of a size, and farther than `FAR` from every point.
+        """Return seconds at (shapes, sizes): NaN outside the range of a size, or farther than `FAR` from every point.
 
-        Beyond the greatest first size the fitted sum goes on, with what it misses there.
+        Beyond the maximum of the first size the fitted sum is extrapolated, with the residual at the maximum.
         """
         nearer = np.column_stack([np.minimum(sizes[:, 0], self.high[0]), sizes[:, 1:]])
         inside = np.all((nearer >= self.low) & (nearer <= self.high), axis=1)
-        # No matrix product: its rounding would depend on how many shapes are asked for together.
+        # No matrix product, because its rounding would depend on the number of shapes in a call.
         fitted = np.sum(_products(sizes[inside], self.powers) * self.weights, axis=1)
         seconds = np.full(len(sizes), np.nan)
         seconds[inside] = fitted * np.exp(self._residuals(_coordinates(nearer[inside])))
         return seconds
 
     def shares(self, sizes: Floats) -> dict[int, float]:
-        """Return the points, with shares, whose misses of the fitted sum an estimate at a shape (sizes,) mixes."""
+        """Return the points whose residuals an estimate at a shape (sizes,) combines, with their shares."""
         if np.isnan(self.at(sizes[None])[0]):
             return {}
         coordinates = _coordinates(np.minimum(sizes, np.append(self.high[0], sizes[1:]))[None])
@@ -93,7 +93,7 @@ class Scattered:
             near, distances = self._neighbours(places[chunk])
             residuals = self.residuals[near]
             kriged = np.sum(_shares(self.points[near], distances) * residuals, axis=1)
-            # Some shares may be negative: none leads beyond what was measured nearby.
+            # Shares may be negative, so the result is clipped to the range of the nearby measurements.
             kriged = np.clip(kriged, residuals.min(axis=1), residuals.max(axis=1))
             result[chunk] = np.where(distances.min(axis=1) <= FAR, kriged, np.nan)
         return result
@@ -110,7 +110,7 @@ class Scattered:
 
 
 def _products(sizes: Floats, powers: Sequence[int]) -> Floats:
-    """Return (shapes, products): each size's powers up to its own, times those of the others; the last is the work."""
+    """Return (shapes, products): powers of each size up to its own, times those of the others; the last is the work."""
     products = np.ones((len(sizes), 1))
     for size, power in zip(sizes.T, powers, strict=True):
         products = np.concatenate([products * size[:, None] ** lower for lower in range(power + 1)], axis=1)
@@ -118,7 +118,7 @@ def _products(sizes: Floats, powers: Sequence[int]) -> Floats:
 
 
 def _fitted(products: Floats, seconds: Floats) -> Floats:
-    """The weights, none negative, of least squared relative error (the steps of Lee and Seung, NIPS 2000)."""
+    """Return non-negative weights with the least squared relative error (steps of Lee and Seung, NIPS 2000)."""
     relative = products / seconds[:, None]
     scale = relative.mean(axis=0)
     relative = relative / scale
@@ -130,12 +130,12 @@ def _fitted(products: Floats, seconds: Floats) -> Floats:
 
 
 def _coordinates(sizes: Floats) -> Floats:
-    """Coordinates of shapes: the logarithm of each size, and how empty the emptiest of their last tiles is."""
+    """Return coordinates of shapes: the logarithm of each size, and the emptiness of the emptiest last tile."""
     return np.column_stack([np.log(sizes), PADDING * np.max(-sizes % TILE / TILE, axis=1)])
 
 
 def _leaves(points: Floats, members: Ints) -> list[Ints]:
-    """Members that lie together, up to `_LEAF`: halved along their widest coordinate, again and again."""
+    """Return groups of up to `_LEAF` close members, by repeated halving along the widest coordinate."""
     if len(members) <= _LEAF:
         return [members]
     coordinates = points[members]
@@ -145,7 +145,7 @@ def _leaves(points: Floats, members: Ints) -> list[Ints]:
 
 
 def _least(values: Floats, count: int) -> Ints:
-    """Return (rows, count): the columns of the least values of each row; all of them where there are no more."""
+    """Return (rows, count): the columns of the smallest values in each row; all columns if there are no more."""
     if count >= values.shape[1]:
         return np.tile(np.arange(values.shape[1]), (len(values), 1))
     return np.argpartition(values, count - 1, axis=1)[:, :count]
@@ -156,7 +156,7 @@ def _distances(first: Floats, second: Floats) -> Floats:
 
 
 def _shares(points: Floats, distances: Floats) -> Floats:
-    """Return (shapes, neighbours): each point's share in the estimate of ordinary kriging, together 1."""
+    """Return (shapes, neighbours): each point's share in the ordinary kriging estimate; the shares add up to 1."""
     count = points.shape[1]
     system = np.ones((len(points), count + 1, count + 1))
     system[:, :count, :count] = _distances(points[:, :, None], points[:, None])

@@ -1,4 +1,4 @@
-"""Packages whose modules are loaded when they are first named."""
+"""Packages whose modules are imported on first access."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 
 def module_loader(package: str) -> Callable[[str], ModuleType]:
-    """Return a `__getattr__` for a package, that imports the module of the name that is asked for."""
+    """Return a `__getattr__` for a package that imports the module with the requested name."""
 
     def load(name: str) -> ModuleType:
         if name.startswith("_") or find_spec(f"{package}.{name}") is None:

@@ -1,17 +1,17 @@
-"""Names that are near to a word which none of them is."""
+"""Suggestions of similar names for an unknown word."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-ALIKE = 0.76  # ratio of difflib from which two names are spelled alike: one letter of five differs
+ALIKE = 0.76  # difflib ratio of similar names: one letter of five differs
 
 
 def close_names(word: str, names: Iterable[str], most: int = 3) -> list[str]:
-    """Return the names that `word` may stand for: it is a part of them, or spelled nearly as they, or as their family.
+    """Return the names that `word` may mean: it is part of a name, or similar to a name or its family.
 
-    The family of a name is what stands before its first dash: of h100-sxm it is h100.
+    The family of a name is the part before its first dash: h100 for h100-sxm.
     """
     typed = word.strip().casefold()
     if not typed:
@@ -29,7 +29,7 @@ def close_names(word: str, names: Iterable[str], most: int = 3) -> list[str]:
 
 
 def suggestion(word: str, names: Iterable[str], others: str = "") -> str:
-    """Return what `word` may have meant, else the `others`: the names there are, or where they are listed."""
+    """Return suggestions for `word`, or else the `others`: the valid names, or where they are listed."""
     names = tuple(names)
     close = close_names(word, names)
     return f"did you mean {', '.join(close)}?" if close else others or f"known: {', '.join(names)}"

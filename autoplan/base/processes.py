@@ -1,8 +1,8 @@
 """Processes of a job: finds this program's place in it, starts its ranks as children, and outlives them.
 
-On one machine the program starts all ranks itself.  Under torchrun, Slurm's srun or MPI it is started once for each
-rank, reads its place from their variables, and starts that one rank.  Either way the one beside rank 0 says what is
-done and keeps what came of it, so that a rank that crashes, hangs or is killed takes no result with it.
+On one machine the program starts all ranks itself.  Under torchrun, Slurm's srun or MPI it is started once per rank,
+reads its place from their variables, and starts that one rank.  In both cases the program next to rank 0 controls the
+work and collects the results, so that no result is lost with a rank that crashes, hangs or is killed.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.hostlist import expand_hosts
 from autoplan.base.units import cleaned
 
-START_S = 180.0  # for importing torch from a busy file system and for meeting
-GRACE_S = 5.0  # that ranks have to say what went wrong, or good-bye to others, before they are ended
-PATIENCE_S = 0.2  # with ranks that nobody else waits for
-_HUNG_STATUS = 1  # with which faulthandler's watchdog ends a process
-# Ranks inherit: one thread for each, said before torch is there (`closed-loop` 2.1).
-# Memory of the host is kept when it is freed, as that of accelerators is: without it a step faults in again, page by
-# page, what the last one gave back.
+START_S = 180.0  # for importing torch from a busy file system and for the rendezvous
+GRACE_S = 5.0  # for ranks to report errors or disconnect before they are killed
+PATIENCE_S = 0.2  # for ranks that no other rank waits for
+_HUNG_STATUS = 1  # exit status of faulthandler's watchdog
+# Ranks inherit one thread each, set before torch is imported (`closed-loop` 2.1).
+# Freed host memory is kept, like that of accelerators: otherwise every step page-faults on the memory that the last one
+# returned.
 _VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the most that glibc takes
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),  # the maximum in glibc
 }
-# Where nobody said otherwise: of torch's C++ no stack traces of what the ranks say themselves, and memory that grows in
-# place.  A step of 125 GiB in blocks of fixed sizes was seen to run out of 140, 17 of them held but in pieces.
+# Defaults: no C++ stack traces of torch for errors that the ranks report themselves, and expandable memory segments.  A
+# step of 125 GiB in fixed-size blocks ran out of 140 GiB, with 17 GiB reserved but fragmented.
 _USUAL = {"TORCH_CPP_LOG_LEVEL": "FATAL", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-_SAME = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}  # names that say it too
+_SAME = {"PYTORCH_CUDA_ALLOC_CONF": ("PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")}  # alternative names
 _PORT = 29500  # torch's own default
-_LOCAL_PORTS = 10_000  # Slurm jobs that share a node meet at different ones
+_LOCAL_PORTS = 10_000  # so that Slurm jobs on the same node use different ports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Place of a rank in the job, and where all meet (a URL as torch.distributed takes it)."""
+    """Place of a rank in the job, and the rendezvous URL for torch.distributed."""
 
     rank: int = 0
     num_ranks: int = 1
@@ -66,7 +66,7 @@ class RankPlace:
 
 
 class CrewError(AutoplanError):
-    """Ranks are gone: they crashed, hung or could not meet; `is_out_of_memory` says whether for lack of memory."""
+    """Ranks were lost: they crashed, hung or could not connect; `is_out_of_memory` says whether for lack of memory."""
 
     def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
         super().__init__(text)
@@ -75,29 +75,29 @@ class CrewError(AutoplanError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A rank's last words."""
+    """Last message of a rank."""
 
     text: str
     is_out_of_memory: bool = False
 
 
-# The whole work of a rank: its place, and the line to the program that started it.
+# The whole work of a rank, given its place and the connection to the program that started it.
 Work = Callable[[RankPlace, Connection], None]
 
 
 def check_torch() -> None:
-    """Refuse a machine without what ranks run on."""
+    """Raise an error on a machine that cannot run ranks."""
     if missing := [name for name in ("torch", "psutil") if importlib.util.find_spec(name) is None]:
         raise InputError(f"this needs {' and '.join(missing)}: pip install 'autoplan[profile]'")
 
 
 def place_from(variables: Mapping[str, str]) -> RankPlace | None:
-    """The place that a launcher gave this program, None where there is no launcher.
+    """Return the place that a launcher gave this program; None without a launcher.
 
     torchrun: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.  Open MPI: OMPI_COMM_WORLD_*.  MPICH and Intel MPI
     (hydra): PMI_RANK, PMI_SIZE, MPI_LOCALRANKID.  srun: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID; a batch
-    script has the first and last of these too, but no step.  MPI comes before Slurm, whose variables its daemons
-    inherit.
+    script has the first and last of these too, but no step.  MPI comes before Slurm, because its daemons inherit
+    Slurm's variables.
     """
     for launcher, rank, size, local in (
         ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
@@ -125,7 +125,7 @@ def place_from(variables: Mapping[str, str]) -> RankPlace | None:
 
 def _meeting_point(launcher: str, variables: Mapping[str, str]) -> str:
     if launcher == "torchrun":
-        return "env://"  # torchrun's agent may hold the meeting itself, which torch reads from its variables
+        return "env://"  # torchrun's agent may host the store itself, which torch detects from its variables
     port = variables.get("MASTER_PORT")
     if address := variables.get("MASTER_ADDR"):
         return f"tcp://{address}:{port or _PORT}"
@@ -140,7 +140,7 @@ def _meeting_point(launcher: str, variables: Mapping[str, str]) -> str:
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of Slurm's 'gpu[003-010,012],login1'."""
+    """Return the first host of Slurm's 'gpu[003-010,012],login1'."""
     try:
         return expand_hosts(nodes)[0]
     except InputError:
@@ -148,13 +148,13 @@ def _first_host(nodes: str) -> str:
 
 
 def local_places(num_ranks: int, meeting_file: Path) -> list[RankPlace]:
-    """The places of ranks that all run here and meet at a file."""
+    """Return the places of ranks that all run here and use a file for the rendezvous."""
     url = f"file://{meeting_file}"
     return [RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank, meeting_point=url) for rank in range(num_ranks)]
 
 
 def signal_name(number: int) -> str:
-    """Name a signal, as `SIGKILL` for 9; most real-time signals have no name."""
+    """Return the name of a signal, such as `SIGKILL` for 9; most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -162,10 +162,10 @@ def signal_name(number: int) -> str:
 
 
 class Children:
-    """The ranks that this program started.  Use it as a context: leaving it ends them.
+    """Ranks started by this program, as a context manager that ends them on exit.
 
-    `work` can be pickled, and imports torch itself; an answer may take `limit_s`, the first one `START_S` more.
-    Modules of `preload` are loaded once for all ranks.
+    `work` must be picklable and imports torch itself; an answer may take `limit_s`, the first one `START_S` more.
+    Modules in `preload` are imported once for all ranks.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class Children:
 
     @property
     def leads(self) -> bool:
-        """Tell whether rank 0 is among the ranks: then this program says what is done."""
+        """Return whether rank 0 is among the ranks, so that this program controls the work."""
         return self._place is None or self._place.rank == 0
 
     @property
@@ -199,16 +199,16 @@ class Children:
 
     @property
     def can_restart(self) -> bool:
-        """Tell whether lost ranks can be started again: all of them must be children of this program."""
+        """Return whether lost ranks can be started again: all of them must be children of this program."""
         return self._place is None
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the ranks, by rank."""
+        """Return the process ids of the ranks, by rank."""
         return [process.pid or 0 for process in self._processes]
 
     def start(self) -> Any:
-        """Start the ranks; the first answer of rank 0, None from another one."""
+        """Start the ranks and return the first answer of rank 0; None if rank 0 is not here."""
         self._starts += 1
         if self._place and self.leads:
             _check_port(self._place.meeting_point)
@@ -223,7 +223,7 @@ class Children:
             process = context.Process(
                 target=_be_rank, args=(place, self._work, theirs), name=f"rank {place.rank}", daemon=True
             )
-            with _undisturbed():  # a rank that was started is one that will be ended
+            with _undisturbed():  # so that every started rank is recorded and will be ended
                 process.start()
                 self._processes.append(process)
                 self._lines.append(ours)
@@ -233,7 +233,7 @@ class Children:
         return self._answer(START_S + self._answer_s)
 
     def ask(self, message: object) -> Any:
-        """Rank 0's answer to `message`, in which all ranks have taken part."""
+        """Send `message` and return rank 0's answer, after the work of all ranks."""
         try:
             self._lines[0].send(message)
         except OSError:
@@ -241,11 +241,11 @@ class Children:
         return self.answer()
 
     def answer(self) -> Any:
-        """Wait for what rank 0 sends next."""
+        """Wait for the next message of rank 0."""
         return self._answer(self._answer_s)
 
     def follow(self) -> None:
-        """Stand by until the rank that was started here ends; an error if it does not end well."""
+        """Wait until the rank that was started here ends; raises an error unless it succeeds."""
         self._processes[0].join()
         if self._processes[0].exitcode:
             raise self._lost()
@@ -268,10 +268,10 @@ class Children:
                 raise CrewError(f"no answer within {limit_s:.0f} s")
 
     def _lost(self, first: Fault | None = None) -> CrewError:
-        """Say why ranks are gone: memory, else a killed one that others missed (NCCL aborts those)."""
+        """Return the reason why ranks were lost: memory, or the killed rank that others missed (NCCL aborts those)."""
         words = {} if first is None else {0: first}
         killed: dict[int, str] = {}
-        # Others may know better than the first that speaks.
+        # Other ranks may know the cause better than the first one that reports.
         end = time.monotonic() + (GRACE_S / 5 if words else GRACE_S)
         while time.monotonic() < end:
             for at, (process, line) in enumerate(zip(self._processes, self._lines, strict=True)):
@@ -298,14 +298,14 @@ class Children:
         )
 
     def stop(self, patience_s: float = PATIENCE_S) -> None:
-        """End the ranks: at once those that wait for the next task, others after `patience_s`, however busy."""
+        """End the ranks: those waiting for a task immediately, others after `patience_s`, however busy."""
         with _undisturbed():
             for line in self._lines:
-                line.close()  # a rank that waits for the next task ends by itself
+                line.close()  # a rank that waits for the next task then ends by itself
             for process in self._processes:
                 process.join(patience_s)
                 if process.is_alive():
-                    process.kill()  # also one that is stopped or caught inside a driver
+                    process.kill()  # also works if it is stopped or stuck in a driver
                 process.join()
                 process.close()
             self._processes, self._lines = [], []
@@ -314,13 +314,13 @@ class Children:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        # Ranks of other programs hear from rank 0 that there is no more to do: cut short, it leaves them with an error.
+        # Rank 0 tells the ranks of other programs to end; if it is killed too early, they end with an error.
         self.stop(GRACE_S if self._place and error is None else PATIENCE_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _check_port(meeting_point: str) -> None:
-    """Refuse, before any rank waits for the others, a port at which rank 0 could not wait for them."""
+    """Raise an error, before any rank waits, if rank 0 could not listen at its port."""
     if not meeting_point.startswith("tcp://"):
         return
     port = int(meeting_point.rpartition(":")[2])
@@ -335,10 +335,10 @@ def _check_port(meeting_point: str) -> None:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ctrl-C and SIGTERM count when the block has ended; what is started inside leaves Ctrl-C to this program for good.
+    """Delay Ctrl-C and SIGTERM until the end of the block; processes started inside ignore Ctrl-C permanently.
 
-    A signal that this thread blocks is taken by another one, and Python then tells the main thread all the same: what
-    it would do waits too.
+    If this thread blocks a signal, another thread receives it and Python still runs the handler in the main thread, so
+    the handler is delayed too.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     handlers: dict[int, Any] = {}
@@ -358,11 +358,11 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _server(preload: list[str]) -> ForkServerContext:
-    """Start what ranks fork from: torch loaded once, no device touched, or CUDA would not work in them."""
+    """Start the fork server of the ranks: torch is imported once, without touching a device, as CUDA requires."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
     before = {name: os.environ.get(name) for name in (*_VARIABLES, *_USUAL)}
-    resource_tracker.ensure_running()  # which would let Ctrl-C through again, were it started on the way
+    resource_tracker.ensure_running()  # if started later, it would unblock Ctrl-C
     try:
         os.environ.update(_VARIABLES)
         for name, value in _USUAL.items():
@@ -380,14 +380,14 @@ def _server(preload: list[str]) -> ForkServerContext:
 
 
 def _be_rank(place: RankPlace, work: Work, line: Connection) -> None:
-    """The whole life of a rank, in a process of its own."""
-    gc.freeze()  # what was loaded before is no garbage: to look for some among torch takes half a second every time
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal: the program decides
+    """Run a rank, from start to end, in its own process."""
+    gc.freeze()  # preloaded modules are no garbage: scanning torch takes half a second every time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal, but only the program reacts
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     threading.Thread(target=_end_with_program, daemon=True).start()
-    os.dup2(2, 1)  # results go to standard output, and libraries such as NCCL write there too
+    os.dup2(2, 1)  # results use standard output, to which libraries such as NCCL would write too
     if not place.launcher:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name may not resolve
     try:
         work(place, line)
     except ImportError as error:
@@ -396,7 +396,7 @@ def _be_rank(place: RankPlace, work: Work, line: Connection) -> None:
 
 
 def _end_with_program() -> None:
-    """End this rank when the program that started it is gone: it may be waiting for ranks that will never come."""
+    """End this rank if the program that started it is gone, as it may wait for ranks that will never come."""
     program = multiprocessing.parent_process()
     assert program is not None
     program.join()

@@ -12,8 +12,8 @@ from autoplan.base.errors import InputError, OutOfRangeError
 MIB, GIB = 2**20, 2**30
 TOKEN_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"))
 
-# A key of a file may carry a human unit; inside there is one SI unit per quantity.  Bandwidth is decimal, one
-# direction; memory is binary.  (ending of the key in a file, ending of the field inside, factor)
+# A key in a file may have a human unit; internally there is one SI unit per quantity.  Bandwidth is decimal and per
+# direction; memory is binary.  (suffix of the key in a file, suffix of the field, factor)
 FILE_UNITS: tuple[tuple[str, str, float], ...] = (
     ("_gb_per_s", "_bytes_per_s", 1e9),
     ("_gib", "_bytes", float(GIB)),
@@ -27,29 +27,29 @@ _VOLUMES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def file_keys(field: str) -> tuple[str, ...]:
-    """The keys under which a file may hold `field`: `memory_bytes` as `memory_gib`, `memory_mib` or in SI."""
+    """Return the possible keys of `field` in a file: `memory_gib`, `memory_mib` or SI for `memory_bytes`."""
     return (*(field[: -len(inside)] + human for human, inside, _ in file_units(field)), field)
 
 
 @lru_cache(maxsize=1024)
 def file_units(field: str) -> tuple[tuple[str, str, float], ...]:
-    """The rows of `FILE_UNITS` that apply to a field: the ending of a rate is not that of a time."""
+    """Return the rows of `FILE_UNITS` for a field; the suffix of a rate is not that of a time."""
     rows = [row for row in FILE_UNITS if field.endswith(row[1])]
     longest = max((len(inside) for _, inside, _ in rows), default=0)
     return tuple(row for row in rows if len(row[1]) == longest)
 
 
 def check_count(name: str, value: int, *, at_least: int = 1, at_most: int = 10**9) -> None:
-    """Refuse a count outside [least, most]."""
+    """Raise an error for a count outside [at_least, at_most]."""
     if not at_least <= value <= at_most:
         raise InputError(f"{name} must be between {at_least} and {at_most}, got {value}")
 
 
-MOST = 1e30  # of any quantity; the least is its inverse: products of a few neither overflow nor vanish
+MOST = 1e30  # maximum of any quantity; the minimum is its inverse: products of a few neither overflow nor vanish
 
 
 def check_positive(name: str, value: float, *, at_most: float = MOST) -> None:
-    """Refuse a quantity that is zero, negative, not a number or absurdly large or small."""
+    """Raise an error for a quantity that is zero, negative, not a number or absurdly large or small."""
     if not (math.isfinite(value) and value > 0):
         raise OutOfRangeError(name, value, "must be a positive finite number")
     if not 1 / MOST <= value <= at_most:
@@ -57,14 +57,14 @@ def check_positive(name: str, value: float, *, at_most: float = MOST) -> None:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """Refuse a share outside (0, 1], or one that is absurdly small."""
+    """Raise an error for a share outside (0, 1], or an absurdly small one."""
     if not (math.isfinite(value) and 0 < value <= 1):
         raise OutOfRangeError(name, value, "must be above 0 and at most 1")
     check_positive(name, value)
 
 
 def check_not_negative(name: str, value: float) -> None:
-    """Refuse a quantity that is negative, not a number or absurdly large."""
+    """Raise an error for a quantity that is negative, not a number or absurdly large."""
     if not (math.isfinite(value) and value >= 0):
         raise OutOfRangeError(name, value, "must be finite and not negative")
     if value > MOST:
@@ -72,36 +72,36 @@ def check_not_negative(name: str, value: float) -> None:
 
 
 def check_name(name: str, value: str) -> None:
-    """Refuse a name that is empty or that a terminal or a script cannot show on one line."""
+    """Raise an error for a name that is empty or not printable on one line of a terminal or script."""
     if not value.strip() or not value.isprintable():
         raise InputError(f"{name} must be printable text and not empty, got {value[:40]!r}")
 
 
 def format_bytes(value: float) -> str:
-    """`value` bytes in GiB: '71.3 GiB'."""
+    """Return `value` bytes in GiB: '71.3 GiB'."""
     return f"{value / GIB:,.1f} GiB"
 
 
 def format_rate(value: float) -> str:
-    """`value` bytes/s with three figures, decimal: '47.0 GB/s', '3.01 TB/s'."""
+    """Return `value` bytes/s with three digits, decimal: '47.0 GB/s', '3.01 TB/s'."""
     scaled, unit = (value / 1e12, "TB/s") if value >= 999.5e9 else (value / 1e9, "GB/s")
     return f"{_three_figures(scaled)} {unit}"
 
 
 def format_flops(value: float) -> str:
-    """`value` operations per second with three figures or more: '989 TFLOP/s', '160 GFLOP/s'."""
+    """Return `value` operations per second with three digits or more: '989 TFLOP/s', '160 GFLOP/s'."""
     scaled, unit = (value / 1e12, "TFLOP/s") if value >= 0.9995e12 else (value / 1e9, "GFLOP/s")
     return f"{_three_figures(scaled)} {unit}"
 
 
 def format_volume(value: float) -> str:
-    """`value` bytes that are moved, with three figures, decimal as rates are: '47.0 GB', '3.01 MB'."""
+    """Return `value` bytes of traffic with three digits, decimal like rates: '47.0 GB', '3.01 MB'."""
     scale, unit = next(((scale, unit) for scale, unit in _VOLUMES if value >= 0.9995 * scale), _VOLUMES[-1])
     return f"{value / scale:.{0 if value >= 99.95 * scale else 1 if value >= 9.995 * scale else 2}f} {unit}"
 
 
 def format_seconds(value: float) -> str:
-    """`value` seconds with three or four figures in a readable unit: '7.31 s', '412 ms'."""
+    """Return `value` seconds with three or four digits in a readable unit: '7.31 s', '412 ms'."""
     if not math.isfinite(value):
         return "-"
     if value >= 100:
@@ -114,12 +114,12 @@ def format_seconds(value: float) -> str:
 
 
 def format_percent(fraction: float) -> str:
-    """`fraction` in percent with one decimal."""
+    """Return `fraction` in percent with one decimal."""
     return f"{100 * fraction:.1f} %"
 
 
 def format_days(value: float) -> str:
-    """`value` seconds of a run with three figures: '31.6 d', '9.28 h', '25.0 min'."""
+    """Return `value` seconds of a run with three digits: '31.6 d', '9.28 h', '25.0 min'."""
     for unit_s, unit in ((86400, "d"), (3600, "h")):
         if value >= unit_s:
             return f"{_three_figures(value / unit_s)} {unit}"
@@ -127,7 +127,7 @@ def format_days(value: float) -> str:
 
 
 def format_tokens(value: float) -> str:
-    """`value` tokens with three figures: '15.6T', '445B'."""
+    """Return `value` tokens with three digits: '15.6T', '445B'."""
     scaled, unit = next(((value / size, sign) for size, sign in TOKEN_UNITS if value >= 0.9995 * size), (value, ""))
     return f"{_three_figures(scaled)}{unit}"
 
@@ -138,20 +138,20 @@ def _three_figures(value: float) -> str:
 
 
 def format_two_figures(value: float) -> str:
-    """`value` with two figures at least, and all that stand before the point: '0.042', '87', '1,234'."""
+    """Return `value` with at least two significant digits, and all integer digits: '0.042', '87', '1,234'."""
     return f"{value:.2g}" if value < 9.95 else f"{value:,.0f}"
 
 
-MOST_TEXT = 1_000  # characters of a name or a reason
+MOST_TEXT = 1_000  # maximum characters of a name or a reason
 
 
 def cleaned(text: str) -> str:
-    """`text` without control characters, cut to `MOST_TEXT`: for what comes from outside."""
+    """Return external `text` without control characters, truncated to `MOST_TEXT`."""
     return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MOST_TEXT]
 
 
 def listed(words: Iterable[str], max_words: int = 8) -> str:
-    """Return words of a file as a message may repeat them: the first few, each without control characters and cut."""
+    """Return words of a file for a message: the first few, without control characters and truncated."""
     all_words = list(words)
     more = f" and {len(all_words) - max_words} more" if len(all_words) > max_words else ""
     return ", ".join(cleaned(word)[:60] for word in all_words[:max_words]) + more

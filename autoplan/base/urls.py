@@ -1,4 +1,4 @@
-"""Database URLs as shown to people, without their password."""
+"""Display of database URLs without their password."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from autoplan.base.errors import InputError
 
-# One reading only: no second '@', no '/', '?' or '#' in a password that is not percent-encoded.
+# Unambiguous URLs only: no second '@', and no '/', '?' or '#' in a password unless percent-encoded.
 _URL = re.compile(
     r"(?P<scheme>[A-Za-z][A-Za-z0-9+]*)://"
     r"(?:(?P<user>[^:/?#@\s]*)(?::[^/?#@\s]*)?@)?"
@@ -20,12 +20,12 @@ _FLAG = re.compile(r"(?P<flag>--?[a-z-]+=)?(?P<value>.*)", re.DOTALL)
 
 
 def is_url(text: str) -> bool:
-    """Return whether `text` is a database URL that can be read in one way only."""
+    """Return whether `text` is an unambiguous database URL."""
     return _URL.fullmatch(text) is not None
 
 
 def redact_url(text: str) -> str:
-    """Return a URL's scheme, user, host, port and database, of an unreadable one nothing; a path stays as it is."""
+    """Return a URL's scheme, user, host, port and database; nothing of an invalid URL; a path is unchanged."""
     if not _SECRET.search(text):
         return text
     match = _URL.fullmatch(text)
@@ -36,7 +36,7 @@ def redact_url(text: str) -> str:
 
 
 def redact_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """(`arguments` with URLs redacted before anything parses them, what each redacted one stood for)."""
+    """Return (`arguments` with redacted URLs, before any parsing; the original of each redacted one)."""
     shown: list[str] = []
     urls: dict[str, str] = {}
     for argument in arguments:
@@ -50,5 +50,5 @@ def redact_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str
 
 
 def command_line() -> str:
-    """Return what was typed, without passwords."""
+    """Return the command line without passwords."""
     return shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])

@@ -1,4 +1,4 @@
-"""Name of the user, as schedulers know it."""
+"""Name of the user, as schedulers show it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoplan.base.units import cleaned
 
 
 def user_name() -> str:
-    """The name of whoever runs this, or its number: a container may run as one that has no name."""
+    """Return the user's name, or the user id, because a container may run as a user without a name."""
     try:
         return cleaned(getpass.getuser())
     except (KeyError, OSError):

@@ -1,4 +1,4 @@
-"""Sizes, times and numbers as people write them: '4GiB', '30d', '15T', '8k', '1,2,4'."""
+"""Parsers of human-readable sizes, times and numbers: '4GiB', '30d', '15T', '8k', '1,2,4'."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 def parse_size(text: str) -> float:
-    """Bytes of a size such as '4GiB', '500MB' or '0'."""
+    """Return the bytes of a size such as '4GiB', '500MB' or '0'."""
     match = _SIZE.fullmatch(text.strip())
     if not match or (match["unit"] is None and float(match["number"]) != 0):
         raise InputError(f"memory size {text!r}: write a number with a unit, such as 4GiB")
@@ -22,7 +22,7 @@ def parse_size(text: str) -> float:
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of a time such as '90s', '10m', '1.5h' or '30d'."""
+    """Return the seconds of a time such as '90s', '10m', '1.5h' or '30d'."""
     match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(s|m|h|d)", text.strip())
     if not match or float(match[1]) <= 0:
         raise InputError(f"time {text!r}: write a number above 0 with a unit, such as 90s, 10m, 1h or 30d")
@@ -30,7 +30,7 @@ def parse_duration(text: str) -> float:
 
 
 def parse_count(text: str, flag: str) -> int:
-    """The whole number of '8192', '8k' (8,192) or '1M' (1,048,576): of tokens, sequences or ranks, in powers of two."""
+    """Return a count of tokens, sequences or ranks: '8192', '8k' (8,192) or '1M' (1,048,576), in powers of two."""
     match = re.fullmatch(r"([+-]?[0-9]{1,18})([kKmM]?)", text.strip())
     if not match:
         raise InputError(f"{flag} {text!r}: write a whole number of at most 18 digits, or one such as 8k for 8,192")
@@ -38,7 +38,7 @@ def parse_count(text: str, flag: str) -> int:
 
 
 def parse_numbers(text: str, flag: str) -> tuple[int, ...]:
-    """The numbers of '1,2,4', each once."""
+    """Return the distinct numbers in '1,2,4'."""
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"[1-9][0-9]{0,8}", part) for part in parts):
         raise InputError(f"{flag} {text!r}: write whole numbers from 1, such as 1,2,4")
@@ -46,7 +46,7 @@ def parse_numbers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def parse_words(text: str, flag: str, known_words: Iterable[str]) -> tuple[str, ...]:
-    """The words of 'a,b', each once, each of them known."""
+    """Return the distinct words in 'a,b', all of which must be known."""
     words = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     if unknown := [word for word in words if word not in known_words]:
         raise InputError(f"{flag} {unknown[0]!r} is unknown: known are {', '.join(known_words)}")
@@ -54,7 +54,7 @@ def parse_words(text: str, flag: str, known_words: Iterable[str]) -> tuple[str, 
 
 
 def parse_batches(text: str) -> tuple[int, int]:
-    """(least, most) global batch of 'NUMBER' or 'LOW:HIGH'."""
+    """Return (least, most) global batch for 'NUMBER' or 'LOW:HIGH'."""
     low, sign, high = text.partition(":")
     numbers = []
     for part in (low, high) if sign else (low,):
@@ -71,7 +71,7 @@ def parse_batches(text: str) -> tuple[int, int]:
 
 
 def parse_tokens(text: str) -> float:
-    """Tokens of '15T', '445B', '2e12' or '1000000'."""
+    """Return the number of tokens in '15T', '445B', '2e12' or '1000000'."""
     match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([TBM]?)", text.strip(), re.IGNORECASE)
     if not match or float(match[1]) <= 0:
         raise InputError(f"--tokens {text!r}: write a number of tokens, such as 15T or 300B")
@@ -79,7 +79,7 @@ def parse_tokens(text: str) -> float:
 
 
 def parse_positive(text: str, flag: str) -> float:
-    """A positive decimal number."""
+    """Return a positive decimal number."""
     if not re.fullmatch(r"[0-9]{1,12}(?:\.[0-9]{1,12})?", text.strip()) or float(text) <= 0:
         raise InputError(f"{flag} {text!r}: write a number above 0, such as 2.5")
     return float(text)

@@ -1,1 +1,1 @@
-"""The built-in trainer: plain torch that runs a plan, measures it, and proves it right."""
+"""The built-in trainer: plain torch code that runs a plan, measures it, and verifies its numerics."""

@@ -1,4 +1,4 @@
-"""Device of a rank, where ranks meet, and how a full memory is recognized."""
+"""Device of a rank, rendezvous of ranks, and detection of out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.processes import RankPlace
 from autoplan.base.units import cleaned
 
-# How torch, cuBLAS, cuDNN and NCCL call it, beside an exception of its own.
+# Messages of torch, cuBLAS, cuDNN and NCCL for it, in addition to torch's exception.
 _FULL = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
 
 
 def take_device(place: RankPlace) -> torch.device:
-    """Make a rank's device the current one, of all of the node or its own; the host where there is none."""
+    """Make the rank's device current, whether it sees all devices of the node or only its own; the CPU without any."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if not place.launcher and place.rank == count:  # the first that has none: the others need not say the same
+    if not place.launcher and place.rank == count:  # only the first rank without a device reports it
         raise InputError(
             f"has no device: {place.num_ranks} ranks were asked for, torch sees {count} "
             f"device{'s' * (count != 1)}: check CUDA_VISIBLE_DEVICES, or use fewer ranks"
@@ -31,8 +31,8 @@ def take_device(place: RankPlace) -> torch.device:
 
 
 def join(place: RankPlace, limit_s: float) -> torch.device:
-    """Take a device and meet the other ranks."""
-    torch.set_num_threads(1)  # ranks that share cores through thread pools take 3 to 6 times as long
+    """Take a device and join the process group."""
+    torch.set_num_threads(1)  # ranks that share cores through thread pools are 3 to 6 times slower
     device = take_device(place)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -45,17 +45,17 @@ def join(place: RankPlace, limit_s: float) -> torch.device:
 
 
 def meet(device: torch.device) -> None:
-    """Wait for all ranks, on the device of each: left to itself NCCL guesses it from the rank."""
+    """Wait for all ranks, with the device of each: by default NCCL guesses it from the rank."""
     dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device, or the host, had too little memory."""
+    """Return whether a device or the host ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in _FULL)
 
 
 def describe(error: BaseException) -> str:
-    """Put an error, of NCCL its last words, into one line; out of memory is called that on every device."""
+    """Return an error as one line, with the last message of NCCL; out of memory has the same text on all devices."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = lines[-1 if "Last error:" in lines[:-1] else 0][:300]
     if is_out_of_memory(error):

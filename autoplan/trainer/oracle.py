@@ -1,10 +1,10 @@
-"""Memory oracle: bytes of a rank's tensors under a plan that needs more devices than there are.
+"""Memory oracle: bytes of a rank's tensors under a plan that needs more devices than are available.
 
-The trainer itself runs, as one rank of the plan, on tensors without data and in a process group that answers without
-others (FakeTensorMode and torch's "fake" backend, `closed-loop` 7).  It counts with the `StorageTracker` that real runs
-are tracked with: torch's MemTracker refuses a module that runs several times in a step, as micro-batches do.
+The trainer itself runs as one rank of the plan, on tensors without data and in a process group without other members
+(FakeTensorMode and torch's "fake" backend, `closed-loop` 7).  Bytes are counted by the `StorageTracker`, as in real
+runs: torch's MemTracker refuses a module that runs several times in a step, as micro-batches do.
 
-Meshes and groups stay in caches of torch, so that a process is good for one rank of one plan (`verify`).
+Torch caches meshes and groups, so a process can only serve one rank of one plan (`verify`).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from autoplan.trainer.rank import error_cause
 from autoplan.trainer.step import Training
 from autoplan.trainer.tensor_memory import StorageTracker
 
-# Where stages agree with their neighbours on how shapes are found: as torch 2.15 calls it, then as 2.13 does.
+# Function that negotiates shape inference with neighbouring stages: its name in torch 2.15, then in 2.13.
 _VOTES = ("_initialize_pipeline_distributed_state", "_warmup_p2p")
 
 
 def serve(line: Connection, questions: list[Question]) -> None:
-    """Send the peaks of a rank by moment, for plans that differ in their layers alone: all that a process is for."""
+    """Send the peaks of a rank by moment, for plans that differ only in their layers; runs once per process."""
     try:
         torch.set_num_threads(1)
         first = questions[0]
         plan = first.plan
-        # The first rank of its stage: no other one holds more.
+        # The first rank of its stage: no other one needs more memory.
         rank = first.stage * plan.tp * (plan.dp if plan.rank_order == "tp-cp-ep-dp-pp" else 1)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=plan.num_devices)
         with _grounded(first):
@@ -59,7 +59,7 @@ def serve(line: Connection, questions: list[Question]) -> None:
 
 
 def _peaks(question: Question) -> dict[Moment, int]:
-    """Most bytes of the rank's tensors at every moment of the second step; the first makes the optimizer's state."""
+    """Return the peak bytes of the rank's tensors at every moment of the second step; the first creates the states."""
     with FakeTensorMode(allow_non_fake_inputs=True), StorageTracker() as tracker:
         training = Training(
             question.model,
@@ -82,7 +82,7 @@ def _peaks(question: Question) -> dict[Moment, int]:
 
 
 class _Watch:
-    """Peaks by moment, which hooks around the layers tell apart: first, last, and those between."""
+    """Peaks by moment; hooks around the layers distinguish the first, the last, and the layers between."""
 
     def __init__(self, tracker: StorageTracker) -> None:
         self._tracker = tracker
@@ -90,7 +90,7 @@ class _Watch:
         self._peaks: dict[Moment, int] = {}
 
     def follow(self, chunk: int, layers: list[nn.Module]) -> None:
-        """Watch the layers of a chunk."""
+        """Register hooks on the layers of a chunk."""
         for at, layer in enumerate(layers):
             where = "first" if at == 0 else "last" if at == len(layers) - 1 else "middle"
             layer.register_forward_pre_hook(self._hook((chunk, f"{where} forward")))
@@ -107,24 +107,24 @@ class _Watch:
         return watch if of_gradient else enter
 
     def begin(self) -> None:
-        """A step begins: forget the one before."""
+        """Begin a step and reset the peaks."""
         self._peaks, self._moment = {}, (0, "start")
         self._tracker.forget_peak()
 
     def enter(self, moment: Moment) -> None:
-        """Count peaks for `moment` from now on."""
+        """Attribute peaks to `moment` from now on."""
         self._peaks[self._moment] = max(self._peaks.get(self._moment, 0), self._tracker.peak_bytes)
         self._tracker.forget_peak()
         self._moment = moment
 
     def end(self) -> dict[Moment, int]:
-        """The peaks since `begin`."""
+        """Return the peaks since `begin`."""
         self.enter((0, "start"))
         return self._peaks
 
 
 class _FusedNorm(torch.autograd.Function):
-    """The bytes of aten::_fused_rms_norm, that the `cpu` device has not: input, weight and fp32 reciprocals stay."""
+    """Saves the same bytes as aten::_fused_rms_norm, which the CPU lacks: input, weight and fp32 reciprocals."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -143,10 +143,10 @@ def _fused_norm(x: Tensor, shape: object, weight: Tensor, eps: float) -> Any:
 
 @contextlib.contextmanager
 def _grounded(question: Question) -> Iterator[None]:
-    """Keep out of the modes what is no part of the training, and give pipeline stages their neighbours' shapes.
+    """Exclude what is not part of the training from the modes, and provide neighbours' shapes to pipeline stages.
 
-    Meshes hold numbers, not fakes.  DTensor finds shapes by running operations on tensors of the whole, which no device
-    ever holds.
+    Meshes contain real numbers, not fakes.  DTensor infers shapes by running operations on full-size tensors, which no
+    device ever holds.
     """
 
     def real(function: Callable[..., Any]) -> Callable[..., Any]:

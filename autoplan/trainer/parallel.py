@@ -1,6 +1,6 @@
-"""Transformer spread over ranks as a plan says, by torch's own means alone.
+"""Transformer distributed over ranks according to a plan, using only torch's own parallelism.
 
-Tensor and sequence parallelism are styles of DTensor, unsharded and sharded states `replicate` and `fully_shard`,
+Tensor and sequence parallelism use DTensor styles, unsharded and sharded states `replicate` and `fully_shard`,
 pipelines `torch.distributed.pipelining`, recomputation `checkpoint_wrapper`.  The order matters: a checkpoint around a
 layer would hide its parts from the styles (`closed-loop` 1, trap 7).
 """
@@ -55,11 +55,11 @@ _ONE_STAGE = ("gpipe", "1f1b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The ranks of a plan, as one of them sees them; None where a dimension has one rank."""
+    """Process groups of a plan from the view of one rank; None for a dimension with one rank."""
 
     world: DeviceMesh | None
     tp: DeviceMesh | None
-    dp: DeviceMesh | None  # two-dimensional where states are sharded over a part of the replicas
+    dp: DeviceMesh | None  # two-dimensional if states are sharded over only a part of the replicas
     pp: DeviceMesh | None
     dp_rank: int
     pp_rank: int
@@ -69,7 +69,7 @@ ALONE = Grid(world=None, tp=None, dp=None, pp=None, dp_rank=0, pp_rank=0)
 
 
 def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) -> Grid:
-    """Place every rank: tp innermost, pipelines outermost or, with `tp-cp-ep-pp-dp`, inside data parallelism."""
+    """Create the mesh: tp innermost, pipelines outermost or, with `tp-cp-ep-pp-dp`, inside data parallelism."""
     replicas = {"replicate": plan.dp_replicate, "shard": plan.dp_shard}
     sizes = {"pp": plan.pp, **replicas} if plan.rank_order == "tp-cp-ep-dp-pp" else {**replicas, "pp": plan.pp}
     sizes["tp"] = plan.tp
@@ -92,7 +92,7 @@ def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) 
 
 
 def chunks_of(plan: ParallelPlan, pp_rank: int) -> list[int]:
-    """The chunks on one rank, in the order in which micro-batches meet them."""
+    """Return the chunks on one rank, in the order in which a micro-batch passes through them."""
     if plan.schedule in _V_SHAPED:
         return [pp_rank, 2 * plan.pp - 1 - pp_rank]
     return [pp_rank + plan.pp * turn for turn in range(plan.vp)]
@@ -101,7 +101,7 @@ def chunks_of(plan: ParallelPlan, pp_rank: int) -> list[int]:
 def build(
     model: ModelSpec, plan: ParallelPlan, grid: Grid, *, seq_len: int, dtype: str, device: torch.device, seed: int
 ) -> list[Transformer]:
-    """The chunks of this rank, spread as the plan says."""
+    """Return the chunks of this rank, distributed according to the plan."""
     counts = chunk_layers(plan, model.num_layers)
     parts = []
     for at in chunks_of(plan, grid.pp_rank):
@@ -115,11 +115,11 @@ def build(
 
 
 def spread(part: Transformer, plan: ParallelPlan, grid: Grid, *, dtype: str, device: torch.device, seed: int) -> None:
-    """Give a chunk without data its rank's weights layer by layer, as all at once would need too much memory."""
+    """Initialise a chunk on the meta device with its rank's weights, layer by layer to save memory."""
     if grid.tp is not None:
         _cut(part, grid.tp, sp=plan.sp)
     _recompute(part, plan)
-    frees = plan.sharding == "zero3" and plan.pp == 1  # a pipeline stage keeps gathered weights for the step
+    frees = plan.sharding == "zero3" and plan.pp == 1  # a pipeline stage keeps gathered weights for the whole step
     for name, layer in part.layers.items():
         initialise(layer, device, seed, f"layers.{name}")
         share(layer, plan, grid, dtype, frees=frees)
@@ -132,8 +132,8 @@ def spread(part: Transformer, plan: ParallelPlan, grid: Grid, *, dtype: str, dev
 
 
 def _cut(part: Transformer, mesh: DeviceMesh, *, sp: bool) -> None:
-    """Attention by heads, MLPs and tables by columns and rows; what is left is held by every rank of the group."""
-    between = Shard(1) if sp else Replicate()  # what a rank holds between blocks
+    """Split attention by heads, MLPs and embedding tables by columns and rows; other weights are replicated."""
+    between = Shard(1) if sp else Replicate()  # layout of activations between blocks
     start = PrepareModuleInput(input_layouts=(between, None), desired_input_layouts=(Replicate(), None))
     styles: dict[str, ParallelStyle] = {}
     for at, layer in part.layers.items():
@@ -157,7 +157,7 @@ def _cut(part: Transformer, mesh: DeviceMesh, *, sp: bool) -> None:
     part.sums, part.start = sp, part.seq_len // mesh.size() * mesh.get_local_rank() if sp else 0
     for name, module in part.named_modules():
         if isinstance(module, Norm | MoE):
-            # Heads are spread over the group, whether tokens are or not.
+            # Heads are split over the group, with or without sequence parallelism.
             module.sums = sp or name.endswith(("q_norm", "k_norm"))
         for key, weight in list(module.named_parameters(recurse=False)):
             if not isinstance(weight, DTensor):
@@ -192,7 +192,7 @@ def _recompute(part: Transformer, plan: ParallelPlan) -> None:
 
 
 def share(unit: nn.Module, plan: ParallelPlan, grid: Grid, dtype: str, *, frees: bool = False) -> None:
-    """Make a unit of a layer, or of the rest; weights are fp32, computing and messages as the plan says."""
+    """Make an FSDP unit of a layer or of the rest; weights are fp32, computation and communication as planned."""
     if grid.dp is None and dtype == "fp32":
         return
     policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
@@ -217,13 +217,13 @@ def passes(
     loss_of: Loss,
     num_microbatches: Sequence[int] = (),
 ) -> Callable[[Tensor, Tensor], list[Tensor]]:
-    """Forward and backward of a step for this replica's (inputs, targets): the losses of the micro-batches.
+    """Return a function that runs both passes of a step for this replica's (inputs, targets) and returns the losses.
 
-    Gradients are means over the micro-batches of all replicas; `num_microbatches` are those of each where they differ.
-    Ranks without the head get no loss.
+    Gradients are means over the micro-batches of all replicas; `num_microbatches` are those per replica if they
+    differ.  Losses are those of the micro-batches; ranks without the head return none.
     """
     counts = num_microbatches or (plan.num_microbatches,) * plan.dp
-    weight = plan.dp / sum(counts)  # of one micro-batch in the mean over replicas
+    weight = plan.dp / sum(counts)  # weight of a micro-batch in the mean over replicas
     if grid.pp is None:
         return _accumulating(parts[0], plan, loss_of, weight)
     stages = [
@@ -239,7 +239,7 @@ def passes(
         stages[0] if plan.schedule in _ONE_STAGE else stages,
         counts[grid.dp_rank],
         loss_fn=weighted,
-        scale_grads=False,  # it would do so after they are reduced, by the number of this replica
+        scale_grads=False,  # it would scale after the reduction, by this replica's number of micro-batches
     )
     has_first = any(stage.is_first for stage in stages)
     has_last = any(stage.is_last for stage in stages)
@@ -258,7 +258,7 @@ def passes(
 
 
 def announce(unit: nn.Module, plan: ParallelPlan, *, is_last: bool) -> None:
-    """Tell a unit whether its next backward pass is the last one of the step: then gradients are reduced."""
+    """Set whether the next backward pass of a unit is the last one of the step, in which gradients are reduced."""
     if isinstance(unit, FSDPModule):
         unit.set_is_last_backward(is_last)
         unit.set_requires_gradient_sync(is_last or plan.sharding in ("zero2", "zero3"))

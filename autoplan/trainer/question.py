@@ -1,4 +1,4 @@
-"""Question to the memory oracle, and how it tells the moments of a step apart."""
+"""Query for the memory oracle, and the moments of a step that it distinguishes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 
-# (chunk of the rank, what runs there): a part of a step at whose ends memory is linear in the layers.
+# (chunk of the rank, running part): a part of a step in which peak memory is linear in the number of layers.
 Moment = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """Question to the oracle: a plan, and one of its pipeline ranks."""
+    """Query for the oracle: a plan, and one of its pipeline ranks."""
 
     model: ModelSpec
     plan: ParallelPlan
     seq_len: int
     stage: int = 0
-    fused_norm: bool = True  # as accelerators have it; the host's operations keep fp32 copies
+    fused_norm: bool = True  # as on accelerators; CPU operations keep fp32 copies

@@ -1,4 +1,4 @@
-"""Rank of a run: joins the others, builds its part of the plan, trains, and reports."""
+"""Rank of a run: joins the other ranks, builds its part of the plan, trains, and reports."""
 
 from __future__ import annotations
 
@@ -33,46 +33,46 @@ from autoplan.trainer.tokens import sequences
 
 CHECKED_STEPS = 3
 TRACED_STEPS = 3
-LEAST_LOADED_S = 1.0  # of core time, which the system counts in hundredths of a second
+LEAST_LOADED_S = 1.0  # core time, which the system counts in hundredths of a second
 _LEAST = 1e-4
-_SGD_LR = 0.5  # large, so that a wrong gradient shows (`closed-loop` 1)
+_SGD_LR = 0.5  # large, so that a wrong gradient becomes visible (`closed-loop` 1)
 
 
 def serve(place: RankPlace, line: Connection, *, task: Task) -> None:
-    """Be a rank of `task`: rank 0 sends an `Advance` after every step and a `Report` at the end."""
+    """Run as a rank of `task`: rank 0 sends an `Advance` after every step and a `Report` at the end."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process lives
-    # On failure it logs its whole table of actions, on every rank.
+    # On failure it would log its whole table of actions, on every rank.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     try:
-        # A watchdog in a thread of its own ends this process even where a driver never comes back.
+        # A watchdog in a separate thread ends this process even if a driver call never returns.
         faulthandler.dump_traceback_later(START_S, exit=True, file=nowhere)
         device = join(place, task.limit_s)
         report = train(task, place.rank, device, line, nowhere)
         if place.rank == 0:
             line.send(report)
         faulthandler.dump_traceback_later(START_S, exit=True, file=nowhere)
-        # All has been told: gloo may take a line that closes right behind its last word for a fault, and it is none.
+        # All results are sent: gloo may report a connection closed right after the last message as an error.
         with contextlib.suppress(RuntimeError):
             meet(device)
     except Exception as error:
         with contextlib.suppress(OSError):
             line.send(error_cause(error))
-        os._exit(2)  # the ordinary way out waits for groups that no longer answer
+        os._exit(2)  # a normal exit would wait for groups that no longer answer
     os._exit(0)
 
 
 def error_cause(error: BaseException) -> Fault:
-    """Cause of an error, in one line."""
-    while error.__cause__ is not None:  # a pipeline says where its stage failed, not of what
+    """Return the cause of an error, in one line."""
+    while error.__cause__ is not None:  # a pipeline reports where its stage failed, not why
         error = error.__cause__
     return Fault(text=describe(error), is_out_of_memory=is_out_of_memory(error))
 
 
 def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere: Any) -> TrainingReport:
-    """The steps of this rank, which has joined the others; told on `line` as they end.  `nowhere` takes tracebacks."""
+    """Run the steps of this rank after joining; progress goes to `line`, watchdog tracebacks to `nowhere`."""
 
     def watch() -> None:
-        if line.poll():  # nothing is ever sent: the program is gone
+        if line.poll():  # nothing is ever sent, so the program has ended
             os._exit(0)
         faulthandler.dump_traceback_later(task.limit_s + GRACE_S, exit=True, file=nowhere)
 
@@ -81,7 +81,7 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
     watch()
     peaks = _tracked_bytes(task, device) if task.tracks_memory and device.type == "cpu" else []
     training = _training(task, device)
-    if device.type == "cuda":  # what comparing and building took is no part of training
+    if device.type == "cuda":  # memory for comparing and building does not count
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -116,7 +116,7 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
 
 
 def _trace(training: Training, task: Task, rank: int) -> None:
-    """Train some more steps, and write what torch's profiler saw of them to a file of this rank."""
+    """Train some more steps, and write their torch profile to a file of this rank."""
     assert task.trace_folder is not None
     folder, first = Path(task.trace_folder), task.num_warmup + task.num_steps
     activities = [torch.profiler.ProfilerActivity.CPU]
@@ -125,7 +125,7 @@ def _trace(training: Training, task: Task, rank: int) -> None:
     training.step(sequences(task, first))
     with torch.profiler.profile(
         activities=activities, record_shapes=True
-    ) as profiler:  # whose first step costs more than others
+    ) as profiler:  # its first step is slower than others
         for step in range(first + 1, first + 1 + TRACED_STEPS):
             with torch.profiler.record_function(f"ProfilerStep#{step}"):
                 training.step(sequences(task, step))
@@ -152,10 +152,10 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def other_load(loads: Sequence[tuple[str, list[tuple[float, float]]]], wall_s: float, num_cores: int) -> float | None:
-    """Share of the cores that others than the ranks used on the worst host; None where that cannot be told.
+    """Return the share of the worst host's cores used by processes other than ranks; None if it is unknown.
 
-    `loads` has, of each rank, its host and by step the processor time of the rank and of all on that host.
-    (busy - what the ranks of the host used) / (wall x cores), `closed-loop` 2.2.
+    `loads` has one entry per rank: its host, and (processor time of the rank, of the whole host) by step.
+    The share is (busy - used by the host's ranks) / (wall x cores), `closed-loop` 2.2.
     """
     ranks_s: dict[str, float] = defaultdict(float)
     busy_s: dict[str, float] = {}
@@ -168,7 +168,7 @@ def other_load(loads: Sequence[tuple[str, list[tuple[float, float]]]], wall_s: f
 
 
 def _busy_s() -> float:
-    """Processor time that this node has spent on anything, in seconds; 0 where the system does not tell."""
+    """Return the processor time spent by this node on all processes, in seconds; 0 if unknown."""
     try:
         user, nice, system, _, _, irq, soft, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
     except (OSError, ValueError):
@@ -177,7 +177,7 @@ def _busy_s() -> float:
 
 
 def _tracked_bytes(task: Task, device: torch.device) -> list[float]:
-    """The peak of every rank in the second step of a training of its own: the first one makes what is kept."""
+    """Return the peak of every rank in the second step of a separate training; the first step creates the states."""
     with StorageTracker() as tracker:
         training = _training(task, device)
         training.step(sequences(task, 0))
@@ -203,7 +203,7 @@ class TrainedState:
 
 
 def compared(task: Task, rank: int, device: torch.device) -> Deviation:
-    """Train some steps by the plan and, on rank 0, by one process: how far are they apart?"""
+    """Train some steps with the plan and, on rank 0, in one process, and return the difference."""
     spread = collected(trained_state(task, device), rank)
     box = [differences(spread, trained_state(task_on_one_rank(task), device)) if rank == 0 else None]
     dist.broadcast_object_list(box, 0)
@@ -219,7 +219,7 @@ def task_on_one_rank(task: Task) -> Task:
 
 
 def trained_state(task: Task, device: torch.device) -> TrainedState:
-    """Weights of this rank after some steps, in fp32."""
+    """Return losses, gradients and weights of this rank after some steps, in fp32."""
     training = Training(
         task.model,
         task.plan,
@@ -237,7 +237,7 @@ def trained_state(task: Task, device: torch.device) -> TrainedState:
 
 
 def collected(state: TrainedState, rank: int) -> TrainedState:
-    """Gather the states of all ranks on rank 0; other ranks get theirs without tensors."""
+    """Gather the states of all ranks on rank 0; other ranks get their own state without tensors."""
     states: list[TrainedState | None] = [None] * dist.get_world_size()
     dist.gather_object(state, states if rank == 0 else None)
     gradients: dict[str, Tensor] = {}
@@ -262,9 +262,9 @@ def differences(spread: TrainedState, reference: TrainedState) -> Deviation:
 
 
 def _largest_difference(tensors: dict[str, Tensor], references: dict[str, Tensor]) -> float:
-    """The largest difference of two tensors of one name, over the norm of the second.
+    """Return the largest difference of two tensors with the same name, relative to the norm of the reference.
 
-    What should be zero is rounding alone, such as the gradient of a bias of keys where positions are learned: nothing
+    Values that should be zero are only rounding, such as the gradient of a key bias with learned positions, so no norm
     counts as smaller than `_LEAST` of the largest.
     """
     least = _LEAST * max(float(reference.norm()) for reference in references.values())
@@ -272,4 +272,4 @@ def _largest_difference(tensors: dict[str, Tensor], references: dict[str, Tensor
         float((tensors[name] - reference).norm()) / max(float(reference.norm()), least)
         for name, reference in references.items()
     ]
-    return float(np.max(apart))  # not Python's max, which may pass over what is not a number
+    return float(np.max(apart))  # unlike Python's max, it propagates NaN

@@ -1,4 +1,4 @@
-"""Run of a plan: its ranks are started and followed, and their measurements collected."""
+"""Run of a plan: starts and follows its ranks, and collects their measurements."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from autoplan.spec.training import TrainingSpec
 from autoplan.trainer.task import Advance, Data, Task, TrainingReport
 
 PRELOAD = ("autoplan.trainer.rank",)
-NUM_BYTES = 256  # tokens of a text
+NUM_BYTES = 256  # vocabulary of a text in bytes
 
 
 def usual_data(model: ModelSpec) -> Data:
-    """A text, where the model has a token for each of its bytes."""
+    """Return the text if the model's vocabulary has a token for every byte, otherwise random tokens."""
     return "text" if model.vocab_size >= NUM_BYTES else "synthetic"
 
 
 def check_task(task: Task) -> None:
-    """Refuse what torch's own parallelism cannot run, or runs and trains wrongly."""
+    """Raise an error for tasks that torch's own parallelism cannot run, or trains incorrectly."""
     check_model(task.model)
     if task.data == "text" and usual_data(task.model) != "text":
         raise InputError(
@@ -37,7 +37,7 @@ def check_task(task: Task) -> None:
 def run_task(
     task: Task, place: RankPlace | None = None, *, advance: Callable[[Advance], None] = lambda advance: None
 ) -> TrainingReport | None:
-    """Train by a plan at a `place`, or on ranks started here; return rank 0's report, None of others."""
+    """Train with a plan at a `place`, or on ranks started here; return the report on rank 0, None elsewhere."""
     check_task(task)
     if place and place.num_ranks != task.plan.num_devices:
         raise InputError(

@@ -26,16 +26,16 @@ class Times:
     """Times of one step on this rank, in seconds."""
 
     step_s: float
-    passes_s: float  # forward and backward, with what they wait for
+    passes_s: float  # forward and backward, including waits
     optimizer_s: float
 
 
 class Training:
-    """The part of a training run that one rank does.
+    """Part of a training run on one rank.
 
-    Weights are fp32; `dtype` is what products are computed in.  `optimizer` is "adam", or "sgd" for comparisons: Adam
-    hides gradients that are wrong by a factor (`closed-loop` 1, trap 2).  With `is_alone` the plan is of one rank, whom
-    others do not wait for.  `num_microbatches` are those of each replica where they differ.
+    Weights are fp32; matrix products use `dtype`.  `optimizer` is "adam", or "sgd" for comparisons: Adam hides
+    gradients that are wrong by a factor (`closed-loop` 1, trap 2).  With `is_alone` the plan has one rank, which
+    does not synchronise with others.  `num_microbatches` are those per replica if they differ.
     """
 
     plan: ParallelPlan
@@ -71,14 +71,14 @@ class Training:
             self.optimizer = torch.optim.SGD(weights, lr=lr)
 
     def backpropagate(self, tokens: Tensor) -> list[Tensor]:
-        """Both passes of a step, from all its sequences, (global_batch, seq_len + 1); losses where the head is."""
+        """Run both passes on all sequences of a step, (global_batch, seq_len + 1); return losses on head ranks."""
         sequences = tokens[self._rows].to(self.device)
         inputs, targets = sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
         with loss_parallel() if self.grid.tp is not None else contextlib.nullcontext():
             return self._run(inputs, targets)
 
     def step(self, tokens: Tensor) -> tuple[Times, float]:
-        """Train on the sequences of a step: (times, loss)."""
+        """Train on the sequences of a step and return (times, loss)."""
         self.optimizer.zero_grad()
         self._wait()
         began = time.perf_counter()
@@ -92,7 +92,7 @@ class Training:
         return times, self._mean(losses)
 
     def _mean(self, losses: list[Tensor]) -> float:
-        """Mean over the micro-batches of all replicas, on every rank."""
+        """Return the mean over the micro-batches of all replicas, on every rank."""
         summed = torch.zeros(2, dtype=torch.float64, device=self.device)
         for loss in losses:
             value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
@@ -111,11 +111,11 @@ class Training:
             meet(self.device)
 
     def whole_weights(self) -> dict[str, Tensor]:
-        """The weights of this rank's chunks by name, put together from the ranks that share them; all ranks call it."""
+        """Return the unsharded weights of this rank's chunks by name; a collective call of all ranks."""
         return {name: _gathered(weight) for part in self.parts for name, weight in _named_parameters(part)}
 
     def whole_gradients(self) -> dict[str, Tensor]:
-        """Gradients that the last backward passes left, unsharded as in `whole_weights`."""
+        """Return the gradients of the last backward passes, unsharded as in `whole_weights`."""
         gradients = {}
         for part in self.parts:
             for name, weight in _named_parameters(part):
@@ -134,5 +134,5 @@ def _gathered(tensor: Tensor) -> Tensor:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over tokens, in fp32."""
+    """Return the mean loss over tokens, in fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -13,10 +13,10 @@ Data = Literal["text", "synthetic"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Run to make.  Weights are fp32; `dtype` is that of the products.
+    """Run to perform.  Weights are fp32; `dtype` is that of matrix products.
 
-    With `checks` the same steps are trained by one process too, in fp32 and with SGD, and compared.
-    `num_microbatches` are those of each replica where they differ.
+    With `checks` the same steps are also trained in one process, in fp32 and with SGD, and compared.
+    `num_microbatches` are those per replica if they differ.
     """
 
     model: ModelSpec
@@ -28,9 +28,9 @@ class Task:
     data: Data = "text"
     checks: bool = False
     tracks_memory: bool = True
-    limit_s: float = 300.0  # of one step, after which a rank counts as hung
+    limit_s: float = 300.0  # limit of a step, after which a rank counts as hung
     seed: int = 0
-    trace_folder: str | None = None  # absolute: every rank traces some more steps, and leaves the file there
+    trace_folder: str | None = None  # absolute path: every rank traces some more steps and writes the file there
     num_microbatches: tuple[int, ...] = ()
 
     @property
@@ -41,7 +41,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advance:
-    """A step is done; the first ones warm up.  Times are those of the slowest rank."""
+    """A finished step, or a warm-up step.  Times are those of the slowest rank."""
 
     step: int
     step_s: float
@@ -50,7 +50,7 @@ class Advance:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deviation:
-    """Differences of a plan from one process: the largest of a loss, and of a tensor over its norm."""
+    """Differences between a plan and one process: the largest of a loss, and of a tensor relative to its norm."""
 
     loss: float
     gradients: float
@@ -58,20 +58,20 @@ class Deviation:
 
     @property
     def holds(self) -> bool:
-        """Return whether the difference is rounding: the worst plans seen are at 3e-6, the mildest fault at 1e-2."""
+        """Return whether the difference is only rounding: correct plans reached 3e-6 at most, faults 1e-2 at least."""
         return all(difference <= 1e-4 for difference in (self.loss, self.gradients, self.weights))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingReport:
-    """Measurements of a run, by step after the warm-up, and by rank; empty where the user's program does not tell."""
+    """Measurements of a run, by step after the warm-up, and by rank; empty if the user's program does not log them."""
 
     losses: tuple[float, ...]
-    step_s: tuple[float, ...]  # of the slowest rank
+    step_s: tuple[float, ...]  # times of the slowest rank
     passes_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
-    other_load: float | None = None  # share of the worst host's cores that others used; where these are the devices
-    peak_bytes: tuple[float, ...] = ()  # of every rank: what its tensors held at once; empty where it was not tracked
+    other_load: float | None = None  # share of the worst host's cores used by other processes; only on CPUs
+    peak_bytes: tuple[float, ...] = ()  # peak of each rank's tensors; empty if it was not tracked
     device: str  # such as cpu or the name of the GPU
     check: Deviation | None = None
 
@@ -85,20 +85,20 @@ class PredictedRun:
     low_s: float
     high_s: float
     terms_s: dict[str, float]
-    peak_bytes: float  # handed out by the allocator on the fullest rank
+    peak_bytes: float  # allocated on the rank with the highest peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A run of the user's own program by a plan."""
+    """A run of the user's own program with a plan."""
 
     model: ModelSpec
     plan: ParallelPlan
     seq_len: int
     arguments: tuple[str, ...]
-    log_of: str  # the framework that its log is one of
-    times_from: str  # how that log tells times, see `autoplan.frameworks.common.log_lines.Source`
-    num_steps: int  # that the times cover: a log may tell the mean of many
+    log_of: str  # the framework that wrote the log
+    times_from: str  # source of the times in the log, see `autoplan.frameworks.common.log_lines.Source`
+    num_steps: int  # steps covered by the times: a log may contain means of several steps
 
     @property
     def global_batch(self) -> int:
@@ -108,7 +108,7 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFile:
-    """A run, what was predicted of it, and what it measured."""
+    """A run with its prediction and its measurements."""
 
     task: Task | Command
     predicted: PredictedRun

@@ -1,6 +1,6 @@
-"""Bytes that a rank's tensors hold at once, counted on the host, where no allocator reports them.
+"""Peak bytes of a rank's tensors on the CPU, which has no allocator that reports them.
 
-Storages that C++ code allocates for itself (staging buffers of gloo, scratch of products) are not seen.
+Storage allocated inside C++ code (staging buffers of gloo, workspaces of products) is not counted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 
 class StorageTracker(TorchDispatchMode):
-    """Context that counts storages that operations make, and those that FSDP frees and takes by resizing."""
+    """Context that counts the storages created by operations, and those that FSDP frees and reallocates by resizing."""
 
     live_bytes: int
     peak_bytes: int
@@ -31,7 +31,7 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation and see what it made; one on a DTensor is seen in the operations on its parts."""
+        """Run an operation and count its results; operations on DTensors are counted through their local parts."""
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         results = func(*args, **(kwargs or {}))
@@ -41,10 +41,10 @@ class StorageTracker(TorchDispatchMode):
         return results
 
     def see(self, tensor: Tensor) -> None:
-        """Count the storage of a tensor until it is gone."""
+        """Count the storage of a tensor until it is freed."""
         if isinstance(tensor, DTensor):
             tensor = tensor.to_local()
-        if tensor.device.type == "meta":  # it has no data
+        if tensor.device.type == "meta":  # no data
             return
         storage = tensor.untyped_storage()
         handle = storage._cdata
@@ -62,7 +62,7 @@ class StorageTracker(TorchDispatchMode):
         self.live_bytes -= self._bytes.pop(handle)
 
     def forget_peak(self) -> None:
-        """Start the peak again at the bytes that are live."""
+        """Reset the peak to the live bytes."""
         self.peak_bytes = self.live_bytes
 
     def __enter__(self) -> Self:

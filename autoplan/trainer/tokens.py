@@ -1,6 +1,6 @@
 """Training data: the bytes of a small text, or random numbers.
 
-The text is in the public domain: from the Declaration of Independence (1776), the Gettysburg Address (1863), and
+The text is in the public domain: parts of the Declaration of Independence (1776), the Gettysburg Address (1863), and
 Shakespeare's Sonnet 18 (1609).
 """
 
@@ -15,7 +15,7 @@ from autoplan.trainer.task import Task
 
 
 def sequences(task: Task, step: int) -> Tensor:
-    """The tokens of one step, (global_batch, seq_len + 1): the same on every rank."""
+    """Return the tokens of one step, (global_batch, seq_len + 1), which are the same on every rank."""
     generator = torch.Generator().manual_seed(task.seed * 1_000_003 + step)
     shape = (task.global_batch, task.seq_len + 1)
     if task.data == "synthetic":

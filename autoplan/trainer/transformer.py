@@ -1,8 +1,8 @@
-"""Transformer of torch's own modules, in full or one chunk of its layers.
+"""Transformer built from torch modules, in full or as one chunk of its layers.
 
-Names of parameters are those of the whole model, whatever chunk they are in, so that chunks can be compared with it.
-Tensor parallelism cuts `torch.nn.Linear` and `torch.nn.Embedding` from outside (`parallel`); what it does not cut is
-held by every rank and used through `_local`.
+Parameters have the names of the whole model in every chunk, so that chunks can be compared with it.  Tensor parallelism
+splits `torch.nn.Linear` and `torch.nn.Embedding` from outside (`parallel`); other weights are replicated on every rank
+and used through `_local`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoplan.spec.model import Block, Experts, ModelSpec
 
 
 def _local(weight: Tensor, *, sums: bool) -> Tensor:
-    """A weight held whole by a tensor-parallel group; with `sums` its gradient is the sum of the ranks'."""
+    """Return a weight replicated in a tensor-parallel group; with `sums` its gradient is summed over the ranks."""
     if not isinstance(weight, DTensor):
         return weight
     return weight.to_local(grad_placements=[Partial()] if sums else None)
@@ -41,7 +41,7 @@ class Norm(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` of any shape."""
+        """Normalise `x` of any shape."""
         weight = _local(self.weight, sums=self.sums)
         if self.is_rms:
             return F.rms_norm(x, weight.shape, weight, eps=1e-5)
@@ -55,7 +55,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over whole sequences; under tensor parallelism over some of the heads."""
+    """Grouped-query attention over whole sequences; with tensor parallelism over a part of the heads."""
 
     head_dim: int
     window: int | None
@@ -87,7 +87,7 @@ class Attention(nn.Module):
 
 
 class _Core(nn.Module):
-    """The part of attention without weights; a module, so that it can be recomputed alone."""
+    """Attention without its weights, as a separate module so that it can be recomputed alone."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         groups = q.shape[1] != k.shape[1]
@@ -100,7 +100,7 @@ class _Core(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU where it is gated, GELU where not."""
+    """SwiGLU if gated, otherwise GELU."""
 
     def __init__(self, model: ModelSpec, size: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Mlp(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts without dropped tokens, whole on every rank, and a shared one where the model has it."""
+    """Routed experts without dropped tokens, whole on every rank, and a shared expert if the model has one."""
 
     num_chosen: int
     sums: bool
@@ -142,7 +142,7 @@ class MoE(nn.Module):
         self.shared_gate: nn.Parameter | None = nn.Parameter(torch.empty(1, hidden)) if moe.shared_expert_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """`x` is (sequences, tokens, hidden_size); the tokens of this rank alone."""
+        """Process `x`, (sequences, tokens, hidden_size), which has only the tokens of this rank."""
         tokens = x.flatten(0, -2)
         bias = None if self.router_bias is None else _local(self.router_bias, sums=self.sums)
         scores = F.linear(tokens, _local(self.router, sums=self.sums), bias).float().softmax(-1)
@@ -152,8 +152,8 @@ class MoE(nn.Module):
         order = chosen.flatten().argsort(stable=True)  # by expert
         rows = order // self.num_chosen
         parts = torch.split(tokens[rows], self._counts(chosen))
-        # Every expert takes part, also without a token: its gradient is zero, not missing.
-        # Taken apart at once: the gradient of one expert alone would be as large as that of all.
+        # Every expert takes part, even without tokens, so that its gradient is zero instead of missing.
+        # Unbound at once: the gradient of a single indexed expert would be as large as that of all experts.
         results = [self._run(*expert) for expert in zip(parts, into.unbind(), back.unbind(), strict=True)]
         mixed = torch.cat(results) * weights.flatten()[order, None]
         total = torch.zeros_like(tokens).index_add(0, rows, mixed)
@@ -166,7 +166,7 @@ class MoE(nn.Module):
         return total.view_as(x)
 
     def _counts(self, chosen: Tensor) -> list[int]:
-        """Tokens of every expert; where tensors have no data, as many as of the others."""
+        """Return the number of tokens of every expert; equal numbers if tensors have no data."""
         num_experts = len(self.router)
         if isinstance(chosen, FakeTensor):
             share, remainder = divmod(chosen.numel(), num_experts)
@@ -195,14 +195,14 @@ class Layer(nn.Module):
         self.mlp: MoE | Mlp = MoE(model, model.moe) if model.moe and Block.MOE in blocks else Mlp(model, model.ffn_size)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None) -> Tensor:
-        """`x` is (sequences, tokens, hidden_size), under sequence parallelism this rank's part of the tokens."""
+        """Process `x`, (sequences, tokens, hidden_size), with this rank's tokens under sequence parallelism."""
         x = x + self.attention(self.norm1(x), angles)
         result: Tensor = x + self.mlp(self.norm2(x))
         return result
 
 
 class Transformer(nn.Module):
-    """A chunk of the model: layers `first` to `first + num_layers`, with embedding and head where they belong."""
+    """A chunk of the model: layers `first` to `first + num_layers`, with embedding and head in the end chunks."""
 
     model: ModelSpec
     seq_len: int
@@ -226,12 +226,12 @@ class Transformer(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Share one table between both ends where the model does."""
+        """Share one table between embedding and head if the model does."""
         if self.model.tied_embeddings and self.head is not None and self.embedding is not None:
             self.head.weight = self.embedding.weight
 
     def angles(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """(cosines, sines) of rotary positions, (tokens, head_dim)."""
+        """Return (cosines, sines) of rotary positions, each (tokens, head_dim)."""
         if self.model.position_embedding != "rope":
             return None
         size = self.model.qk_head_dim
@@ -240,7 +240,7 @@ class Transformer(nn.Module):
         return angles.cos(), angles.sin()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (sequences, tokens) or hidden states in; hidden states or logits (sequences, tokens, vocab) out."""
+        """Map tokens (sequences, tokens) or hidden states to hidden states or logits (sequences, tokens, vocab)."""
         if self.embedding is not None:
             x = self.embedding(x)
             if self.positions is not None:
@@ -255,7 +255,7 @@ class Transformer(nn.Module):
 
 
 def initialise(module: nn.Module, device: torch.device, seed: int, prefix: str = "") -> None:
-    """Draw weights from streams of their names: alike in any layout, whole on every rank, which keeps its part."""
+    """Draw weights from random streams by name, equal in any layout: every rank draws all and keeps its part."""
     for path, owner in module.named_modules(prefix=prefix):
         for key, weight in list(owner.named_parameters(recurse=False)):
             if not weight.is_meta:
@@ -277,5 +277,5 @@ def _drawn(name: str, shape: torch.Size, device: torch.device, seed: int) -> Ten
 
 
 def plain_name(name: str) -> str:
-    """The name of a parameter in the whole model: wrappers for recomputation put their own between."""
+    """Return the name of a parameter in the whole model, without the names inserted by recomputation wrappers."""
     return name.replace("_checkpoint_wrapped_module.", "")

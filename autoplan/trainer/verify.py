@@ -1,6 +1,6 @@
-"""Questions to the memory oracle, asked in processes of their own, and large plans computed from small ones.
+"""Queries to the memory oracle in separate processes, with large plans extrapolated from small ones.
 
-Two small numbers of layers tell the rest: at every moment of a step that may be its peak the bytes are linear in them.
+Two small layer counts are enough: at every moment that may be the peak of a step, bytes are linear in the layers.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.training import TrainingSpec
 from autoplan.trainer.question import Moment, Question
 
-BUDGET_S = 45.0  # after which no further stage is begun
-_LIMIT_S = 300.0  # of one small plan
-_LEAST_TORCH = (2, 13)  # whose pipelines tell shapes as the oracle stands in for
-_FEW, _MORE = 2, 4  # layers of a chunk
-_FILLED = 3  # groups of micro-batches that leave a pipeline in its steady state
+BUDGET_S = 45.0  # no further stage is started after this time
+_LIMIT_S = 300.0  # limit of one small plan
+_LEAST_TORCH = (2, 13)  # the oracle replaces the shape exchange of its pipelines
+_FEW, _MORE = 2, 4  # layers per chunk
+_FILLED = 3  # groups of micro-batches that bring a pipeline to its steady state
 
 
 def ask(question: Question, *, budget_s: float = BUDGET_S) -> dict[int, float]:
-    """Peak bytes of every pipeline rank's tensors, without the allocator's gaps, the context and communicators.
+    """Return peak bytes of tensors by pipeline rank, without fragmentation, context and communicators.
 
-    The first and the last stage come before the others; those not begun within `budget_s` are missing.  A `CrewError`
-    says why torch could not tell.
+    The first and last stage are computed first; stages not started within `budget_s` are missing.  Raises CrewError if
+    torch fails.
     """
     check(question.model, question.plan, question.seq_len)
     began, last = time.monotonic(), question.plan.pp - 1
@@ -46,7 +46,7 @@ def ask(question: Question, *, budget_s: float = BUDGET_S) -> dict[int, float]:
 
 
 def check(model: ModelSpec, plan: ParallelPlan, seq_len: int) -> None:
-    """Refuse what the built-in trainer does not run."""
+    """Raise an error for plans that the built-in trainer does not run."""
     if importlib.util.find_spec("torch") is None:
         raise InputError("the memory oracle is torch itself, which is not installed: pip install 'autoplan[profile]'")
     installed = importlib.metadata.version("torch")
@@ -60,7 +60,7 @@ def check(model: ModelSpec, plan: ParallelPlan, seq_len: int) -> None:
 
 
 def peak_bytes(question: Question) -> float:
-    """The peak of one pipeline rank, from small plans where its chunks have many layers that are alike."""
+    """Return the peak of one pipeline rank, extrapolated from small plans if its chunks have many equal layers."""
     model, plan = question.model, question.plan
     counts = chunk_layers(plan, model.num_layers)
     chunks = counts[question.stage :: plan.pp]
@@ -73,12 +73,12 @@ def peak_bytes(question: Question) -> float:
         questions, layers = [base], 0.0
     else:
         questions = [_with_layers(base, _FEW), _with_layers(base, _MORE)]
-        layers = (sum(chunks) / len(chunks) - _FEW) / (_MORE - _FEW)  # chunks that differ count as their mean
+        layers = (sum(chunks) / len(chunks) - _FEW) / (_MORE - _FEW)  # unequal chunks count as their mean
     if plan.pp > 1 and filled < count:
         questions.append(_with_microbatches(questions[0], filled + plan.pp))
     answers = _answer(questions)
     more, longer = answers[min(1, len(questions) - 1)] if layers else answers[0], answers[-1]
-    # A pipeline stage has a buffer for every micro-batch, however few of them are alive.
+    # A pipeline stage has a buffer for every micro-batch, even if only few of them are live.
     times = (count - filled) / plan.pp if plan.pp > 1 and filled < count else 0.0
     return max(
         few + layers * (more[moment] - few) + times * (longer[moment] - few) for moment, few in answers[0].items()
@@ -86,7 +86,7 @@ def peak_bytes(question: Question) -> float:
 
 
 def _filled(plan: ParallelPlan) -> int:
-    """The fewest micro-batches that keep as many alive at once."""
+    """Return the smallest number of micro-batches with the same number alive at once."""
     count = plan.num_microbatches
     if plan.pp == 1:
         return min(count, 2)
