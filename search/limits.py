@@ -21,20 +21,20 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import parse_recompute
 from autoplan.spec.problem import Problem
 
-# Context parallelism splits a sequence; below this many tokens a rank its GEMMs shrink and the ring no longer hides
-# behind attention, while tp and pp divide the same memory more cheaply.  Meta trained Llama 3 405B at 8,192 tokens
-# without it and at 131,072 with cp = 16, 8,192 tokens a rank (arXiv:2407.21783, table 4).
+# Minimum tokens per rank with context parallelism: with fewer tokens GEMMs shrink and attention no longer hides the
+# ring, while tp and pp divide the same memory at a lower cost.  Meta trained Llama 3 405B at 8,192 tokens without it
+# and at 131,072 with cp = 16, 8,192 tokens per rank (arXiv:2407.21783, table 4).
 MIN_TOKENS_PER_CP_RANK = 4096
 MAX_MICRO_BATCH = 16
 MAX_BATCHES = 24
-MOST_FEWER_AT_ENDS = 4  # more than that, no head of a published model is worth in layers
+MOST_FEWER_AT_ENDS = 4  # no published model's head costs more layers than this
 
 COUNTS = tuple(axis.name for axis in AXES if axis.can_be_bounded)
-# How far the layers, the recomputation and the sharding may go beyond the plain choices of their axes.
+# Extents: how far layers, recomputation and sharding may go beyond the plain choices of their axes.
 EXTENTS = ("partial_recompute", "uneven_stages", "partial_sharding")
-# Counts of which --forbid takes any value; which parts of the replicas share states is an extent.
+# Counts for which --forbid accepts any value; the parts of replicas that share states are an extent.
 FORBIDDEN_COUNTS = tuple(name for name in COUNTS if name not in ("dp_replicate", "dp_shard"))
-# What --forbid takes: an extent, an axis that then keeps its plain value, or a value of an axis that has others.
+# Arguments of --forbid: an extent, an axis that then keeps its plain value, or one value of an axis with others.
 FORBIDDEN = (
     *EXTENTS,
     *FORBIDDEN_COUNTS,
@@ -43,14 +43,14 @@ FORBIDDEN = (
     *("recompute", *(f"recompute={word}" for word in Recompute)),
     *("sp", "sp=off", "sp=on"),
 )
-# What --allow takes: an axis whose values change the numerics of training, or one of these values.
+# Arguments of --allow: an axis whose values change the numerics of training, or one of these values.
 ALLOWED = tuple(
     choice
     for axis in SEARCHED
     if axis.exact is not None
     for choice in (axis.name, *(f"{axis.name}={shown(value)}" for value in axis.searched))
 )
-# What a person may try to fix that is no axis, or none of a search, and where it is said.
+# Names that a user may try to fix that are not axes of a search, and where they are set instead.
 ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
     "attention": "use --attention",
     "framework": "use --framework",
@@ -58,7 +58,7 @@ ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
     "optimizer": "use --optimizer",
     "nodes": "use --nodes, or the size in --cluster",
 }
-# What people call an axis by, and what to write.
+# Common names of axes, and what to write instead.
 CALLED_OTHERWISE = {
     **dict.fromkeys(("tensor", "tensor_parallel", "tensor_model_parallel_size"), "write tp"),
     **dict.fromkeys(("pipeline", "pipeline_parallel", "pipeline_model_parallel_size"), "write pp"),
@@ -78,11 +78,11 @@ CALLED_OTHERWISE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Choices that a search varies.
+    """Choices varied by a search.
 
     `fixed`, `upper_bounds` and `forbidden` are (axis, value) pairs over `COUNTS`.  `values` are pairs of an axis of
-    `SEARCHED` and the words or flags that it takes, the plain one first.  `shard_domains` are the sizes
-    of the link domains within which optimizer states may be sharded, beside sharding over all replicas.
+    `SEARCHED` and its values, the plain one first.  `shard_domains` are the sizes of the link domains within which
+    optimizer states may be sharded, besides sharding over all replicas.
     """
 
     global_batches: tuple[int, ...]
@@ -94,23 +94,23 @@ class Limits:
     shard_domains: tuple[int, ...] = ()
     sequence_parallel: bool = True
     recomputes: tuple[str, ...] = ("none", "full")  # as `parse_recompute` reads them
-    fewer_at_ends: int = 1  # layers that the first and the last chunk may have less than others
+    fewer_at_ends: int = 1  # how many layers fewer than others the first and the last chunk may have
     shards_any_part: bool = False  # whether states may be sharded over any part of the replicas
-    # The one way in which the framework cuts the model into so many stages; None: several are tried.
+    # The framework's only way to split the model into stages; None: several are tried.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
-    split_schedules_overlap: bool = True  # whether states are reduced beside a backward pass in two parts
+    split_schedules_overlap: bool = True  # whether state reductions overlap with a split backward pass
 
     def of(self, axis: str) -> tuple[Value, ...]:
-        """Return the words or flags that an axis takes."""
+        """Return the values of an axis."""
         return next(values for name, values in self.values if name == axis)
 
     def where(self, **values: Iterable[Value | str]) -> Limits:
-        """Return the limits with other `values` of some axes; texts stand for the words that they name."""
+        """Return the limits with other `values` of some axes, given as values or their names."""
         changed = {name: tuple(AXIS[name].word(value) for value in words) for name, words in values.items()}
         return replace(self, values=tuple((name, changed.get(name, old)) for name, old in self.values))
 
     def admits(self, axis: str, value: int) -> bool:
-        """Return whether a count is within what is fixed, bounded and forbidden."""
+        """Return whether a count satisfies the fixed, bounded and forbidden values."""
         return (
             (axis, value) not in self.forbidden
             and all(value == fixed for name, fixed in self.fixed if name == axis)
@@ -118,16 +118,16 @@ class Limits:
         )
 
     def fixes(self, *axes: str) -> bool:
-        """Return whether one of `axes` has one value only."""
+        """Return whether one of `axes` has only one value."""
         return any(name in axes for name, _ in self.fixed)
 
     @property
     def repeat_numbers(self) -> tuple[int, ...]:
-        """Numbers of layers of a chunk that plans may recompute where they say a number, ascending."""
+        """Numbers of recomputed layers per chunk to search, ascending."""
         return tuple(sorted(int(choice[5:]) for choice in self.recomputes if choice.startswith("full:")))
 
     def describe(self, model: ModelSpec) -> tuple[str, ...]:
-        """The limits in words, for the certificate; of options of parts that the model lacks nothing is said."""
+        """Describe the limits for the certificate, without options for parts that the model lacks."""
         parts = [f"{axis} = {value}" for axis, value in self.fixed]
         parts += [f"{axis} <= {value}" for axis, value in self.upper_bounds]
         parts += [f"{axis} not {value}" for axis, value in self.forbidden]
@@ -141,7 +141,7 @@ class Limits:
 
 
 def _in_short(recomputes: tuple[str, ...]) -> tuple[str, ...]:
-    """Choices of recomputation, numbers of layers as a range."""
+    """Describe choices of recomputation, with numbers of layers as a range."""
     numbers = [int(choice[5:]) for choice in recomputes if choice.startswith("full:")]
     if len(numbers) < 3:
         return recomputes
@@ -154,9 +154,9 @@ def _in_short(recomputes: tuple[str, ...]) -> tuple[str, ...]:
 def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     """Return the choices that the framework offers and that do not change the numerics of training.
 
-    tp stays inside the fastest domain that joins devices: its collectives are exposed in every layer.  Choices that
-    the cost model never prefers are left out: recomputing attention under a flash kernel, which keeps nothing
-    there, and switching off an overlap of the gradient reduction or the parameter gather.
+    tp stays inside the fastest link domain, as its collectives are exposed in every layer.  Choices that the cost model
+    never prefers are excluded: recomputing attention with a flash kernel, which stores no scores, and switching off an
+    overlap of the gradient reduction or the parameter gather.
     """
     cluster, training, book = problem.cluster, problem.training, book_of(problem.framework)
     even = (level for level in problem.topology.levels if level.seats is None or level.seats.is_even)
@@ -187,16 +187,16 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["tp_overlap"] = [False]
     means_nothing = (axis for axis in SEARCHED if not axis.can_matter(training.precision, **parts_of(problem.model)))
     offered |= {axis.name: [axis.searched[0]] for axis in means_nothing}
-    if offered["narrow_params"] == [True]:  # what shards nothing gathers nothing
+    if offered["narrow_params"] == [True]:  # nothing is gathered without sharding
         offered["narrow_params"] = [False, True]
     offered["cuda_graphs"] = [word for word in offered["cuda_graphs"] if _has_graphs(word, problem)]
     offered["dispatcher"] = [word for word in offered["dispatcher"] if _runs(word, problem)]
-    # Where all links are equal it does not matter which groups have the nearer ranks.
+    # If all links are equal, it does not matter which groups have the nearer ranks.
     return limits.where(**offered | {"rank_order": orders if len(problem.topology.levels) > 1 else orders[:1]})
 
 
 def _unasked(axis: Axis, framework: Framework, book: Rulebook) -> list[Value]:
-    """Values that a search tries unasked: all that are offered, or that leave the numerics as the framework's own."""
+    """Values searched by default: all offered ones, or those with the framework's default numerics."""
     if axis.exact is None:
         return [value for value in axis.searched if book.offers(axis, value)]
     own = framework.choice(axis.name)
@@ -204,10 +204,10 @@ def _unasked(axis: Axis, framework: Framework, book: Rulebook) -> list[Value]:
 
 
 def _runs(dispatcher: Value, problem: Problem) -> bool:
-    """Return whether a dispatcher runs on a cluster.
+    """Return whether a dispatcher runs on the problem's cluster.
 
-    Those that send a token once are written for NVIDIA's devices with NVLink from Hopper on, DeepEP for nodes of at
-    most 8 (deepseek-ai/DeepEP README; Megatron-Bridge training/flex_dispatcher_backend.py).
+    Dispatchers that send a token once require NVIDIA devices with NVLink from Hopper on, DeepEP also nodes of at most 8
+    (deepseek-ai/DeepEP README; Megatron-Bridge training/flex_dispatcher_backend.py).
     """
     if dispatcher == Dispatcher.ALL_TO_ALL:
         return True
@@ -217,9 +217,9 @@ def _runs(dispatcher: Value, problem: Problem) -> bool:
 
 
 def _has_graphs(graphs: Value, problem: Problem) -> bool:
-    """Return whether a search looks at these graphs everywhere: with experts, whose waits they shorten, attention's.
+    """Return whether these graphs are searched for all plans: with experts, attention graphs, which shorten host waits.
 
-    One graph holds experts in mxfp8 alone.  Other ones are tried on the best plan (`excluded_options`).
+    A single graph supports experts in mxfp8 only.  Other graphs are tried on the best plan (`excluded_options`).
     """
     if problem.model.moe is None:
         return graphs != CudaGraphs.ATTENTION
@@ -228,13 +228,13 @@ def _has_graphs(graphs: Value, problem: Problem) -> bool:
 
 
 def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:
-    """Selective recomputation gives memory back where scores are stored or more than attention is repeated."""
+    """Choices of recomputation; selective ones only help if scores are stored or more than attention is covered."""
     gives_back = stores_scores(problem) or problem.framework.kernels.selective_recompute_share > 0
     return tuple(name for name in book.words("recompute") if gives_back or name != "selective")
 
 
 def _parts(model: ModelSpec) -> tuple[str, ...]:
-    """Parts of a layer that the model has, alone and the cheap ones together."""
+    """Yield the recomputable parts of the model's layers, each alone and the cheap ones together."""
     missing = missing_modules(model) | {"core_attn"}
     parts = [module for module in RecomputeModule if module not in missing]
     cheap = [module for module in ("layernorm", "mla_up_proj", "moe_act") if module in parts]
@@ -248,16 +248,16 @@ def _numbers(model: ModelSpec) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4096)
 def divisors(number: int) -> tuple[int, ...]:
-    """The divisors of `number`, ascending."""
+    """Return the divisors of `number`, ascending."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def batch_grid(low: int, high: int, num_devices: int) -> tuple[int, ...]:
-    """Global batches to try between `low` and `high`, one that divides well in every part of the range.
+    """Return global batches to try between `low` and `high`, one with many divisors in every part of the range.
 
-    Parts are a quarter of an octave, or longer so that there are about `MAX_BATCHES`.  Data-parallel degrees divide
-    the number of devices, so that the multiple of its largest divisor in a part is divided by most of them.
+    Parts are a quarter of an octave, or longer to limit them to about `MAX_BATCHES`.  Data-parallel degrees divide the
+    number of devices, so the multiple of its largest possible divisor in a part is divisible by most of them.
     """
     degrees = divisors(num_devices)[::-1]
     step = max(2**0.25, (high / low) ** (1 / MAX_BATCHES))
@@ -271,7 +271,7 @@ def batch_grid(low: int, high: int, num_devices: int) -> tuple[int, ...]:
 
 
 def _pairs(typed: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
-    """(axis, value) of every AXIS=VALUE, each axis once."""
+    """Parse (axis, value) of every AXIS=VALUE, each axis once."""
     pairs: dict[str, str] = {}
     for text in typed:
         axis, sign, value = text.partition("=")
@@ -293,7 +293,7 @@ def _not_an_axis(name: str, names: tuple[str, ...]) -> str:
 
 
 def _fixed(limits: Limits, name: str, text: str) -> Limits:
-    """`limits` in which an axis has one value only."""
+    """Return `limits` with one axis fixed."""
     if name not in AXIS or name in ELSEWHERE:
         names = tuple(axis.name for axis in AXES if not axis.elsewhere)
         raise InputError(f"--fix {name}: {_not_an_axis(name, names)}")
@@ -305,13 +305,13 @@ def _fixed(limits: Limits, name: str, text: str) -> Limits:
         return replace(limits, sequence_parallel=bool(value))
     if AXIS[name].kind is not Kind.COUNT:
         return limits.where(**{name: (value,)})  # type: ignore[arg-type]
-    # A value that is fixed replaces the bound that is there by default.
+    # A fixed value replaces the default bound.
     upper_bounds = tuple((axis, bound) for axis, bound in limits.upper_bounds if axis != name)
     return replace(limits, fixed=(*limits.fixed, (name, int(value))), upper_bounds=upper_bounds)
 
 
 def _closest(typed: str, choices: Sequence[str]) -> str:
-    """Return what may have been meant: a choice that is spelled nearly so, or those of the axis that was named."""
+    """Return suggestions: choices with a similar spelling, or those of the named axis."""
     axis = typed.partition("=")[0].replace("-", "_")
     of_axis = [choice for choice in choices if choice.startswith(f"{axis}=")]
     if of_axis:
@@ -323,12 +323,12 @@ def _closest(typed: str, choices: Sequence[str]) -> str:
 
 
 def plain_of(axis: Axis, values: tuple[Value, ...]) -> Value:
-    """Return the value that is left where an axis is forbidden."""
+    """Return the value that remains if an axis is forbidden."""
     return next((value for value in values if value == axis.default), values[0])
 
 
 def _forbidding(limits: Limits, typed: str) -> Limits:
-    """`limits` without a choice."""
+    """Return `limits` without a choice."""
     name, sign, value = typed.strip().lower().partition("=")
     name = name.replace("-", "_")
     if name in FORBIDDEN_COUNTS:
@@ -362,7 +362,7 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
 
 
 def _without_count(limits: Limits, typed: str, axis: str, text: str | None) -> Limits:
-    """`limits` without a value of a count, or with 1 of it alone."""
+    """Return `limits` without one value of a count, or with the count limited to 1."""
     value = None if text is None else int(AXIS[axis].parse(text, "--forbid"))
     fixed = next((fixed for name, fixed in limits.fixed if name == axis), None)
     bound = next((bound for name, bound in limits.upper_bounds if name == axis), None)
@@ -384,7 +384,7 @@ def _recomputing(limits: Limits, typed: str, recomputes: Iterable[str]) -> Limit
 
 
 def _allowing(limits: Limits, typed: str, offered: Callable[[Axis, Value], bool]) -> Limits:
-    """`limits` with values of an axis that change the numerics of training."""
+    """Return `limits` extended by values of an axis that change the numerics of training."""
     name, sign, value = typed.strip().lower().replace("-", "_").partition("=")
     axis = AXIS.get(name)
     if axis is None or axis.exact is None or f"{name}{sign}{value}" not in ALLOWED:
@@ -392,14 +392,14 @@ def _allowing(limits: Limits, typed: str, offered: Callable[[Axis, Value], bool]
     added = [axis.parse(value, "--allow")] if value else [word for word in axis.searched if offered(axis, word)]
     values_before = limits.of(name)
     values = [word for word in axis.searched if word in values_before or word in added]
-    # The plain value stands first, unless the order tells which takes less.
+    # The plain value comes first, unless the values are ordered by need.
     return limits.where(
         **{name: values if axis.is_monotone else sorted(values, key=lambda word: word != values_before[0])}
     )
 
 
 def _is_other_value(allowed: str, axis: str, limits: Limits) -> bool:
-    """Return whether a choice that is allowed is a value of an axis that the limits do not have."""
+    """Return whether an allowed choice is an axis value outside of the limits."""
     name, _, value = allowed.strip().lower().replace("-", "_").partition("=")
     return name == axis and bool(value) and AXIS[name].parse(value, "--allow") not in limits.of(name)
 
@@ -442,9 +442,9 @@ def with_flags(
 
 
 def check_words(name: str, book: Rulebook, limits: Limits, unasked: Limits) -> None:
-    """Refuse limits that ask the framework `name` for a choice that it does not have, beyond those `unasked`.
+    """Raise InputError for limits with a choice that the framework `name` lacks, beyond the `unasked` defaults.
 
-    Where an option means nothing, as scales of fp8 in bf16, the value that stands for that is not the framework's.
+    The placeholder value of an option without effect, such as fp8 scales in bf16, is not checked.
     """
     for axis, values in limits.values:
         row = AXIS[axis]

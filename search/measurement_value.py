@@ -1,12 +1,11 @@
-"""Value of measurements: which ones could change the best plan, and how certain it would be afterwards.
+"""Value of measurements: which ones could change the best plan, and the resulting certainty.
 
 The value of a measurement is its expected saving: the share of a step by which the plan chosen with its result beats
-the plan chosen now (Howard, Information Value Theory, IEEE Trans. SSC 2, 1966).  Two cases have no value: plans that
-spend the same share of their step on an operation keep their order whatever it takes, and measured operations are
-already known.
+the plan chosen now (Howard, Information Value Theory, IEEE Trans.  SSC 2, 1966).  An operation has no value if the
+plans spend the same share of their step on it, as their order does not depend on it, or if it has been measured.
 
-The share of a group of operations is found by pricing the plans as if the group had been measured, so only what the
-price would look up counts.
+The share of a group of operations comes from pricing the plans as if the group had been measured, so only times that
+pricing would look up count.
 """
 
 from __future__ import annotations
@@ -43,24 +42,24 @@ _KERNELS: dict[Family, tuple[Operation, ...]] = {
 
 
 def family_of(operation: Operation) -> Family:
-    """Return the family of an operation, in which errors are alike; all that is measured as layers is one."""
+    """Return the family of an operation, with similar errors; all operations measured as layers are one family."""
     return next((name for name, operations in _KERNELS.items() if operation in operations), "layers")
 
 
-# Standard deviations of logarithms.  Interpolated times are off by 3 to 4 % in the median (benchmarks/results,
-# interpolation); a curve by its `fit_error`, a mean |error|, and where it has none by .1; what only a datasheet tells
-# by .25, as shipped predictions without a calibration are [judged].
+# Standard deviations of logarithms.  Interpolated times have a median error of 3 to 4 % (benchmarks/results,
+# interpolation); a curve its `fit_error`, a mean |error|, or else .1; datasheet times .25, like shipped predictions
+# without a calibration [judged].
 INTERPOLATED_SPREAD = 0.05
-SCALED_SPREAD = 0.15  # of groups of devices that were not measured, from others that were [judged]
+SCALED_SPREAD = 0.15  # of unmeasured groups of devices, scaled from measured ones [judged]
 CURVE_SPREAD = 0.10
 DATASHEET_SPREAD = 0.25
 _OF_MEAN_ERROR = 1.2533141373155003  # standard deviation over the mean |error| of a normal distribution
-# Of the variance of an operation's error what its other sizes share: the level of the device, not the shape [judged].
+# Share of an operation's error variance common to all sizes: the level of the device, not the shape [judged].
 COMMON_SHARE = 0.5
 
 MOST_RIVALS = 8
 _NUDGE = 0.02
-LEAST_GAIN = 1e-4  # share of a step: what is expected to save less could as well not be known
+LEAST_GAIN = 1e-4  # share of a step; a smaller expected saving is not worth a measurement
 _STANDARD = NormalDist()
 
 
@@ -69,11 +68,11 @@ class OperationGroup:
     """Operations of a family, measured together; `times_s` are rough, only their ratios count."""
 
     family: Family
-    setting: str  # whose sizes these are, in words
+    setting: str  # description of the plan or model with these sizes
     times_s: tuple[Measurement, ...]
     seconds: float  # to measure
-    spread: float  # of the logarithm of the times that the price takes now
-    rests_on: Provenance  # the worst of these
+    spread: float  # of the logarithm of the times currently used in prices
+    rests_on: Provenance  # the worst provenance of these times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,31 +80,31 @@ class GroupValue:
     """The value of measuring a group after all groups before it."""
 
     group: OperationGroup
-    share: float  # of the step of the best plan
-    rival_share: float  # of that of the plan that may win
+    share: float  # of the best plan's step
+    rival_share: float  # of the rival's step
     gain: float  # expected saving, as a share of a step
-    probability: float  # expected once it is measured: that the plan chosen is the faster one
+    probability: float  # expected after the measurement: that the chosen plan is the faster one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementAdvice:
-    """The best plan and its rival, the one that may win most, and what measuring would say of the two."""
+    """The best plan, its strongest rival, and the value of measurements for choosing between them."""
 
     best: RankedPlan
-    rival: RankedPlan | None  # None: no other plan may win
+    rival: RankedPlan | None  # None: no other plan can win
     probability: float  # that the best is the faster of the two
-    groups: tuple[GroupValue, ...]  # in the order in which they pay
+    groups: tuple[GroupValue, ...]  # the most valuable first
 
     @property
     def expected_probability(self) -> float:
-        """Probability that the plan chosen is the faster one once all is measured."""
+        """Probability that the chosen plan is the faster one after all measurements."""
         return self.groups[-1].probability if self.groups else self.probability
 
 
 def spread_of_price(
     problem: Problem, operation: Operation, dtype: str, shape: tuple[int, ...]
 ) -> tuple[float, Provenance]:
-    """Return the spread, of the logarithm, and the provenance of the time that prices take for an operation."""
+    """Return log spread and provenance of the time currently used in prices for an operation."""
     lookup = problem.timings.lookup(operation, dtype, np.array([shape]))
     if lookup.is_exact[0]:
         return 0.0, "measured"
@@ -124,7 +123,7 @@ def spread_of_price(
         )
         curve = level.collectives if level is not None and shape[0] == per_domain else None
         return _of_curve(curve is not None, curve.fit_error if curve else CURVE_SPREAD)
-    # What streams through memory goes with the products: both were measured on a device, or neither was.
+    # Memory-bound kernels follow the products: both were measured on a device, or neither was.
     error = device.gemm.fit_error if operation in _KERNELS["matrix products"] else CURVE_SPREAD / _OF_MEAN_ERROR
     return _of_curve(device.gemm.is_measured, error)
 
@@ -139,7 +138,7 @@ def advise_measurements(
     groups: Sequence[OperationGroup],
     timed: Callable[[Sequence[Measurement]], Problem],
 ) -> MeasurementAdvice:
-    """Say what measuring `groups` tells of `plans`, one a kind; `timed` makes a problem with more measured times."""
+    """Value the measurement of `groups` for `plans`, one per kind; `timed` returns a problem with added timings."""
     best, *slower_plans = first_of_kinds(plans)
     if not slower_plans:
         return MeasurementAdvice(best=best, rival=None, probability=1.0, groups=())
@@ -155,11 +154,11 @@ def shares_of(
     groups: Sequence[OperationGroup],
     timed: Callable[[Sequence[Measurement]], Problem],
 ) -> Floats:
-    """Return the part of every plan's step that each group takes: shape (plans, groups).
+    """Return the share of each group in every plan's step: shape (plans, groups).
 
-    First every group gets the level at which the price stays what it is now; then, with all of them in the table, a
-    step grows with the times of a group as far as these show.  What the price does not read, such as the kernels of a
-    layer that was measured whole, has no share.
+    First every group is scaled to the level at which prices are unchanged; then, with all of them in the table, the
+    growth of a step with a group's times gives its share.  Times that pricing does not read, such as the kernels of a
+    layer measured as a whole, have no share.
     """
     batch = PlanBatch.of([ranked.plan for ranked in plans], problem.model.num_layers)
 
@@ -178,9 +177,9 @@ def shares_of(
 
 
 def _level(price: Callable[[float], Floats], now: Floats) -> float:
-    """Return the factor of times with which prices stay what they are `now`: the median of plans that they show in."""
+    """Return the factor on times that leaves prices as `now`: the median over plans that depend on them."""
     level = 1.0
-    for growth in (2.0, 1.0 + _NUDGE):  # of times as rough as they come, then near those that the price takes now
+    for growth in (2.0, 1.0 + _NUDGE):  # first from rough times, then near the currently used ones
         once, more = price(level), price(growth * level)
         slope = (more - once) / ((growth - 1.0) * level)
         if not (shows := slope > 1e-9 * now).any():
@@ -201,16 +200,16 @@ def _scaled(group: OperationGroup, growth: float) -> list[Measurement]:
 
 
 def covariance(groups: Sequence[OperationGroup]) -> Floats:
-    """Return that of the logarithms of the groups' times: a family has the level of the device in common."""
+    """Return the covariance of the groups' log times; groups of a family share the level of the device."""
     spreads = np.array([first.spread for first in groups])
     alike = np.array([[first.family == second.family for second in groups] for first in groups], dtype=np.float64)
     return np.asarray(np.outer(spreads, spreads) * (COMMON_SHARE * alike + (1 - COMMON_SHARE) * np.eye(len(groups))))
 
 
 def explained_variance(unlike: Floats, spread: Floats, measured: Sequence[int]) -> float:
-    """Return the part of the variance of a ratio of two plans that measuring some groups takes away.
+    """Return the part of the variance of two plans' log ratio that measuring some groups removes.
 
-    `unlike` are differences of shares of the two plans, `spread` is the `covariance` of the groups.
+    `unlike` are the differences between the two plans' shares, `spread` is the `covariance` of the groups.
     """
     if not measured:
         return 0.0
@@ -220,7 +219,7 @@ def explained_variance(unlike: Floats, spread: Floats, measured: Sequence[int]) 
 
 
 def expected_gain(lead: float, variance: float) -> float:
-    """Return the average saving of choosing again when the best's lead, a logarithm, is known better by `variance`."""
+    """Return the expected saving of choosing again once `variance` of the best's log `lead` has been resolved."""
     if variance <= 0:
         return 0.0
     scale = float(np.sqrt(variance))
@@ -228,10 +227,10 @@ def expected_gain(lead: float, variance: float) -> float:
 
 
 def expected_probability(lead: float, explained: float, unexplained: float) -> float:
-    """Return how probable it will be that the plan then chosen is the faster one; both others are variances."""
+    """Return the expected probability that the plan then chosen is faster, from explained and unexplained variance."""
     if explained <= 0:
         return probability_above(lead / np.sqrt(unexplained))
-    # The lead as it will look, from 8 standard deviations below to 8 above, and the probability then.
+    # Possible leads after measuring, from 8 standard deviations below to 8 above, and their probabilities.
     steps = np.linspace(-8.0, 8.0, 401)
     weights = np.exp(-(steps**2) / 2.0)
     leads = lead + np.sqrt(explained) * steps
@@ -242,7 +241,7 @@ def expected_probability(lead: float, explained: float, unexplained: float) -> f
 def _advice(
     plans: Sequence[RankedPlan], leads: Floats, shares: Floats, groups: Sequence[OperationGroup]
 ) -> MeasurementAdvice:
-    """Choose the groups in the order in which they pay, until none of the rest could swap any two plans."""
+    """Choose the most valuable group repeatedly, until no remaining group could swap any two plans."""
     spread = covariance(groups)
     unlike = shares[1:] - shares[0]
     variance = np.array([OWN_SPREAD**2 + difference @ spread @ difference for difference in unlike])

@@ -1,4 +1,4 @@
-"""Single changes to a plan that free device memory: how much each frees, and what it costs."""
+"""Single changes to a plan that free device memory, with the bytes freed and the cost in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEGREES = ("tp", "cp", "pp", "ep")
 
 
 def memory_knobs(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) -> tuple[MemoryKnob, ...]:
-    """Legal plans one choice from `plan` that need less memory, most freed first; degrees take ranks from dp."""
+    """Return legal plans one choice away from `plan` with less memory, most freed first; degrees take ranks from dp."""
     changes = [
         (says, changed_plan)
         for says, changed_plan in _neighbours(problem, plan)
@@ -36,7 +36,7 @@ def memory_knobs(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) 
 
 
 def _neighbours(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, ParallelPlan]]:
-    """(what changes, the plan with it) for every single choice; some break a rule."""
+    """Yield (the change, the changed plan) for every single choice, including illegal ones."""
     for says, changes in _changes(problem, plan):
         try:
             changed_plan = replace(plan, **changes)  # type: ignore[arg-type]
@@ -72,7 +72,7 @@ def _changes(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
 
 
 def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
-    """Plans that recompute parts of a layer, half of the layers or all: what gives back more than the plan does."""
+    """Yield plans with more recomputation: of parts of a layer, half of the layers or all layers."""
     if plan.recompute == "full" and plan.recompute_num_layers is None:
         return
     none: dict[str, object] = {"recompute": "none", "recompute_num_layers": None}
@@ -91,7 +91,7 @@ def _selective_names(problem: Problem) -> tuple[str, ...]:
 
 
 def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
-    """Plans with a degree doubled; ranks come from those that shard, then from the copies."""
+    """Yield plans with one degree doubled, taking ranks from dp_shard, then from dp_replicate."""
     for axis in DEGREES:
         doubled = 2 * getattr(plan, axis)
         changes: dict[str, object] = {axis: doubled}
@@ -113,7 +113,7 @@ def _degrees(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[s
 
 
 def _moved_layer(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict[str, object]]]:
-    """Move a layer from the stage that needs most memory to the one that needs least."""
+    """Move a layer from the stage with the most memory to the one with the least."""
     layers = list(chunk_layers(plan, problem.model.num_layers))
     memory = [stage.memory_bytes for stage in stage_costs(problem, plan)]
     full, empty = memory.index(max(memory)), memory.index(min(memory))

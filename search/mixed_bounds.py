@@ -1,6 +1,6 @@
-"""Structures of a mixed cluster that the plain spaces of its parts admit, and times that no plan of them beats.
+"""Structures on a mixed cluster within the plain spaces of its parts, and lower bounds on their plans' times.
 
-What a layer costs and keeps on a part are the prices of `bounds`; a bound chooses how many layers lie where.
+Costs and memory of a layer on a part come from `bounds`; the bounds here choose how many layers go where.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch, even_chunks
 from autoplan.spec.problem import Problem
 
-FIRST_CHUNKS = 6  # virtual stages of interleaved pipelines at most, at first
+FIRST_CHUNKS = 6  # limit on virtual stages of interleaved pipelines in the first round
 BISECTIONS = 12
-WIDEST = 4.0  # times the work of stages that are all as long: what takes longer is no answer
+WIDEST = 4.0  # times the work with equal stages; longer steps are not considered
 ROUNDING = 1e-6  # of a layer
 LEAST_FACTOR = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways(Rows):
-    """Ways of a group of parts to form equal pipelines, each with axes of its plans: an element each."""
+    """Ways of a group of parts to form equal pipelines, each with the axes of its plans: one element per way."""
 
     parts: tuple[int, ...]
     forms: tuple[Pipelines, ...]
     form: Ints  # index into `forms`
-    kinds: PlanBatch  # as if all stages had the first one's tp, plain or interleaved
-    least_s: Floats  # no plan of them alone is faster; infinite where none fits
+    kinds: PlanBatch  # with the first stage's tp on all stages, plain or interleaved
+    least_s: Floats  # lower bound on plans of the group alone; infinite if none fits
     num_devices: Ints
-    # In groups beside others, which share the sharded states: sequences that all replicas do in a second, at most and
-    # except for what they wait for the slowest device of all.
+    # For groups combined with others, which share the sharded states: upper bound on sequences per second over all
+    # replicas, without waits for the slowest device.
     most_rate: Floats
 
 
 class Rates(NamedTuple):
-    """Rates of ways beside others, except for what they wait for the slowest device of all."""
+    """Rates of ways combined with other groups, without waits for the slowest device."""
 
-    most: Floats  # sequences that all replicas do in a second at most
+    most: Floats  # upper bound on sequences per second of all replicas
     chunks: Ints  # virtual stages with which they do
-    end_s: Floats  # end of a step at least
+    end_s: Floats  # lower bound on the end of a step
 
 
 class Candidate(NamedTuple):
-    """Groups of parts that form pipelines beside each other, each in one of its ways; no plan of it is faster."""
+    """Combination of groups of parts, each forming pipelines in one of its ways, with a lower bound on its plans."""
 
     least_s: float
     groups: tuple[Ways, ...]
@@ -74,7 +74,7 @@ class Candidate(NamedTuple):
 
     @property
     def form_rows(self) -> tuple[tuple[tuple[int, ...], int, int, int], ...]:
-        """Numbers that stand for `form`: of every group its parts, its form, virtual stages and micro-batch."""
+        """Numbers that identify `form`: for every group its parts, form, virtual stages and micro-batch."""
         return tuple(
             (ways.parts, int(ways.form[at]), int(ways.kinds.vp[at]), int(ways.kinds.micro_batch[at]))
             for ways, at in zip(self.groups, self.rows, strict=True)
@@ -82,7 +82,7 @@ class Candidate(NamedTuple):
 
     @property
     def form(self) -> tuple[tuple[Pipelines, int], ...]:
-        """The pipelines of every group, and the sequences of their micro-batches."""
+        """Pipelines and micro-batch size of every group."""
         return tuple(
             (replace(ways.forms[form], vp=vp), micro_batch)
             for ways, (_, form, vp, micro_batch) in zip(self.groups, self.form_rows, strict=True)
@@ -91,16 +91,16 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedSpace:
-    """Plans of a mixed cluster: what the plain spaces of all of its parts admit, in the limits of `structures`."""
+    """Plans of a mixed cluster that are in the plain spaces of all of its parts, within the limits of `structures`."""
 
     problem: MixedProblem
-    spaces: tuple[Space, ...]  # of every part by itself
+    spaces: tuple[Space, ...]  # of every part alone
     global_batch: int
     has_one_tp: bool  # the same tensor-parallel degree on all stages
     _limits: dict[tuple[int, ...], Limits] = field(init=False, default_factory=dict, repr=False)
 
     def limits_of(self, parts: Sequence[int]) -> Limits:
-        """Choices that all of the parts have; numbers of recomputed layers are left to plans of one part."""
+        """Return the choices that all parts have; numbers of recomputed layers are only for plans of one part."""
         if (key := tuple(parts)) not in self._limits:
             self._limits[key] = self._common_limits(parts)
         return self._limits[key]
@@ -117,7 +117,7 @@ class MixedSpace:
         return replace(first.where(**words), recomputes=recomputes or first.recomputes[:1])
 
     def ways(self, parts: Sequence[int]) -> Ways | None:
-        """Ways of a group of parts to form equal pipelines, with the axes of each; None where there are none."""
+        """Return the ways of a group of parts to form equal pipelines, with their axes; None if there are none."""
         problem, limits, first = self.problem, self.limits_of(parts), self.spaces[parts[0]]
         degrees = {
             part: [
@@ -137,7 +137,7 @@ class MixedSpace:
                     if all(way.count * cp * degree % (ep * min(etp, degree)) == 0 for _, degree in way.places):
                         degrees_of = {"pp": len(way.places), "tp": tp, "cp": cp, "ep": ep, "etp": etp}
                         cell = Cell(**degrees_of, dp_replicate=1, dp_shard=way.count)
-                        # Replicas share out what does not divide.
+                        # Replicas may have different numbers of micro-batches if these do not divide evenly.
                         share, remainder = divmod(self.global_batch, way.count)
                         batch = way.count * 2 ** (share.bit_length() - 1) if remainder else self.global_batch
                         by_shape[batch, cell.pp * tp * cp * way.count].append((way, cell))
@@ -155,7 +155,7 @@ class MixedSpace:
         if not owners:
             return None
         form, kinds = np.concatenate(owners), PlanBatch.concatenate(batches)
-        # Weights and gradients in shards travel between replicas of whole parts only (`check_mixed`).
+        # Sharded weights and gradients are exchanged only between replicas on whole parts (`check_mixed`).
         is_whole = np.array([self._is_whole(way) for way in forms])[form] & (kinds.cp == 1)
         rows = np.flatnonzero((kinds.sharding <= Sharding.ZERO1.code) | is_whole)
         if not len(rows):
@@ -178,12 +178,12 @@ class MixedSpace:
         return not deeper and way.count * tp == self.problem.cluster.parts[part].num_devices
 
     def describe(self) -> tuple[str, ...]:
-        """The limits of the parts in words, those of all first."""
+        """Describe the limits of the parts, the common ones first."""
         of_parts = [space.limits.describe(self.problem.model) for space in self.spaces]
         return tuple(dict.fromkeys(limit for limits in of_parts for limit in limits))
 
     def structure(self, candidate: Candidate) -> Structure:
-        """The structure of groups beside each other, all with the same axes."""
+        """Return the structure of combined groups, all with the same axes."""
         plans = [ways.kinds.plan(at) for ways, at in zip(candidate.groups, candidate.rows, strict=True)]
         whole = MAX_DEGREE if self.problem.model.moe else 1
         etp = min((plan.etp for plan in plans if plan.etp < plan.tp), default=whole)
@@ -192,7 +192,7 @@ class MixedSpace:
         return Structure(kinds=forms, micro_batches=micro_batches, common=common)
 
     def _chunked(self, space: Space, parts: Sequence[int], kinds: PlanBatch) -> Iterator[tuple[Ints, int]]:
-        """Yield which kinds are lawful with one virtual stage, and with how many those that are with several."""
+        """Yield the kinds that are legal with one virtual stage, and the legal numbers for those with several."""
         for pp in np.unique(kinds.pp).tolist():
             chunks = self.chunks(parts, pp)
             several = [vp for vp in chunks if vp > 1]
@@ -206,7 +206,7 @@ class MixedSpace:
                 yield rows[legal(space.rules, space.workload, plans)], vp
 
     def admits(self, plans: Sequence[MixedPlan]) -> Bools:
-        """Return which plans obey the limits and the rules of their framework, stage by stage."""
+        """Return which plans obey the limits and their framework's rules, stage by stage."""
         if not plans:
             return np.empty(0, dtype=np.bool_)
         stages = [
@@ -227,7 +227,7 @@ class MixedSpace:
         return lawful
 
     def chunks(self, parts: Sequence[int], pp: int) -> tuple[int, ...]:
-        """Numbers of virtual stages that so many stages may have, ascending."""
+        """Return the possible numbers of virtual stages on this many stages, ascending."""
         limits = self.limits_of(parts)
         words, counts = limits.of("schedule"), chunk_counts(self.problem.model.num_layers, pp)
         return tuple(
@@ -239,17 +239,17 @@ class MixedSpace:
         )
 
     def _bounded(self, ways: Ways) -> Ways:
-        """The ways with their bounds: alone, and beside other groups, whose replicas share the sharded states.
+        """Add bounds to the ways: alone, and combined with other groups, whose replicas share the sharded states.
 
-        Those that are interleaved have the number of virtual stages with the least bound.
+        Interleaved ways get the number of virtual stages with the smallest bound.
         """
         kinds, num_parts = ways.kinds, len(self.spaces)
-        if len(ways.parts) > 1:  # plans of one part alone are those of its own space
+        if len(ways.parts) > 1:  # plans of a single part come from its own space
             costs = self._costs(ways, kinds.dp_shard)
             passes_s, chunks = self._passes_s(
                 ways, -(-self.global_batch // (kinds.dp_shard * kinds.micro_batch)), costs, costs
             )
-            # Interleaved pipelines work in whole rounds of micro-batches.
+            # Interleaved pipelines run whole rounds of micro-batches.
             comes_out = (kinds.vp == 1) | (self.global_batch % (kinds.micro_batch * kinds.pp) == 0)
             least_s = np.where(
                 comes_out, (1.0 + straggler_share(ways.num_devices)) * (self._rest_s(ways, costs) + passes_s), np.inf
@@ -262,9 +262,9 @@ class MixedSpace:
         return ways
 
     def rates(self, ways: Ways, num_replicas: Ints, within_s: float = np.inf) -> Rates:
-        """Rates of every way beside others in a step that takes no longer, if so many replicas share the states evenly.
+        """Return rates of every way in combined steps of `within_s` or less, with states shared evenly by all replicas.
 
-        They grow with the micro-batches, of which there are no more than `most_rate` has in that time.
+        Rates grow with the micro-batches, whose number is bounded by `most_rate` in that time.
         """
         costs, states = (self._costs(ways, number) for number in (ways.kinds.dp_shard, num_replicas))
         size = ways.kinds.dp_shard * ways.kinds.micro_batch
@@ -275,14 +275,14 @@ class MixedSpace:
         return Rates(most=m * size / passes_s, chunks=chunks, end_s=self._rest_s(ways, states))
 
     def _rest_s(self, ways: Ways, costs: dict[int, KindCosts]) -> Floats:
-        """Time of the end of a step, on the part where it takes least."""
+        """Time of the end of a step on the fastest part."""
         overall = min(self.problem.calibrations[part].overall for part in ways.parts)
         return overall * np.min([cost.times.rest_s for cost in costs.values()], axis=0)
 
     def _passes_s(
         self, ways: Ways, num_microbatches: Ints, costs: dict[int, KindCosts], states: dict[int, KindCosts]
     ) -> tuple[Floats, Ints]:
-        """(time that all passes of this many micro-batches take at least, the virtual stages with which they do)."""
+        """Return (lower bound on the passes of this many micro-batches, the virtual stages that attain it)."""
         time_s, chunks = np.full(len(ways.form), np.inf), ways.kinds.vp.copy()
         stages = np.array([len(form.places) for form in ways.forms])[ways.form]
         for pp, is_plain in itertools.product(np.unique(stages).tolist(), (True, False)):
@@ -301,7 +301,7 @@ class MixedSpace:
         return time_s, chunks
 
     def _costs(self, ways: Ways, replicas: Ints) -> dict[int, KindCosts]:
-        """Return the prices of all ways on every part, if so many replicas share the states."""
+        """Return the prices of all ways on every part, if this many replicas share the states."""
         problem, kinds, costs, limits = self.problem, ways.kinds, {}, self.limits_of(ways.parts)
         for part in ways.parts:
             tp = np.array([dict(form.places)[part] for form in ways.forms])[ways.form]
@@ -310,7 +310,7 @@ class MixedSpace:
             batch = replace(kinds, tp=tp, sp=divides & limits.sequence_parallel, etp=etp, dp_shard=replicas)
             batch = replace(batch, global_batch=kinds.global_batch // kinds.dp_shard * replicas)
             as_if, overall = problem.as_if(part, frozenset(ways.parts)), problem.calibrations[part].overall
-            # Between neighbours on one part, of as few replicas as any number of micro-batches may have.
+            # Messages between neighbours on one part, for the fewest replicas.
             near = replace(batch, pp=np.minimum(batch.pp, 2), dp_shard=np.ones_like(batch.pp))
             sent_s = overall * message_s(as_if, near)
             own = kind_costs(as_if, batch)
@@ -325,13 +325,13 @@ class MixedSpace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PipelineBounds(Rows):
-    """Pipelines of one number of stages whose layers are not placed yet: arrays of shape (ways, stages)."""
+    """Pipelines with one number of stages, before layers are assigned: arrays of shape (ways, stages)."""
 
-    prices: Ints  # a number for each set of prices
+    prices: Ints  # index of each set of prices
     leanest_s: Floats  # both passes of the cheapest sort of layer
-    forward_share: Floats  # of the forward pass in a layer, at most
-    most_layers: Ints  # that a stage holds
-    hop_s: Floats  # a message from every stage to the next, at least
+    forward_share: Floats  # upper bound on the forward pass's share of a layer
+    most_layers: Ints  # per stage
+    hop_s: Floats  # lower bound on a message from every stage to the next
     head_s: Floats  # on the last stage
     chunks: Ints  # of a stage
     num_layers: int
@@ -346,7 +346,7 @@ class _PipelineBounds(Rows):
         states: dict[int, KindCosts],
         counts: Sequence[int],
     ) -> _PipelineBounds:
-        """Return ways that have as many stages, with the states of `states`: all with each number of chunks."""
+        """Return the bounds of ways with one number of stages and the states of `states`, for each number of chunks."""
         problem, places = space.problem, _Places.of(ways)
         passes, shares, heads = {}, {}, {}
         for part, cost in costs.items():
@@ -380,7 +380,7 @@ class _PipelineBounds(Rows):
         )
 
     def least_s(self, m: Ints) -> Floats:
-        """Time that `m` micro-batches take at least, whichever stage has which layers; infinite where none fit."""
+        """Lower bound on the time of `m` micro-batches for any assignment of layers; infinite if none fits."""
         fits = (self.most_layers.sum(axis=1) >= self.num_layers) & (self.most_layers.min(axis=1) >= 1)
         rows, result = np.flatnonzero(fits), np.full(len(m), np.inf)
         first, alike = distinct_rows(*(column[rows] for column in (self.prices, m, self.chunks, *self.most_layers.T)))
@@ -388,12 +388,12 @@ class _PipelineBounds(Rows):
         return result
 
     def _bisected_s(self, m: Ints) -> Floats:
-        """Time in which stages have all layers if none has more whole ones than its path and memory allow.
+        """Smallest time in which the stages can take all layers, each as many whole ones as its path and memory allow.
 
-        The path of a stage (`one_forward_one_backward_s`) is its own work, all before it, and what its warm-up and its
-        cool-down leave of the work behind it.  Of c covered passes they leave, whatever is behind, no less than that
-        without c times the shorter one of its own two passes.  The work of all stages once is least where those that
-        are fast have what they can.
+        The path of a stage (`one_forward_one_backward_s`) is its own work, all work before it, and the work after it
+        that its warm-up and cool-down do not cover.  With c covered passes the uncovered work is at least the work
+        after it minus c times the shorter of the stage's two passes.  The work of all stages for one micro-batch is
+        smallest if the fast stages have as many layers as possible.
         """
         sends_s, pp = self.sends_s(m), self.hop_s.shape[1]
         warmup = np.arange(pp)[::-1]
@@ -423,7 +423,7 @@ class _PipelineBounds(Rows):
         return low
 
     def sends_s(self, m: Ints) -> Floats:
-        """Time that messages add at least."""
+        """Lower bound on the time added by messages."""
         slowest_s = self.hop_s.max(axis=1)
         passes, pp = Pass(slowest_s, slowest_s), np.full_like(m, self.hop_s.shape[1])
         several = send_exposed_s(slowest_s, pp, m, self.chunks, passes, overlaps=self.overlaps)
@@ -432,11 +432,11 @@ class _PipelineBounds(Rows):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Places:
-    """Parts and tensor-parallel degrees of the stages of ways that have as many: shape (ways, stages)."""
+    """Parts and tensor-parallel degrees of stages, for ways with one number of stages: shape (ways, stages)."""
 
     parts: Ints
     tp: Ints
-    count: Ints  # of equal pipelines: shape (ways)
+    count: Ints  # number of equal pipelines: shape (ways)
 
     @classmethod
     def of(cls, ways: Ways) -> _Places:
@@ -445,21 +445,21 @@ class _Places:
         return cls(parts=places[..., 0], tp=places[..., 1], count=np.array([ways.forms[at].count for at in used])[form])
 
     def spread(self, values: Mapping[int, Floats]) -> Floats:
-        """Give every stage what the values, a number for every way, are on its part."""
+        """Return for every stage the value of its part; `values` are per way."""
         result = np.zeros(self.parts.shape)
         for part, value in values.items():
             result = np.where(self.parts == part, value[:, None], result)
         return result
 
     def crossings(self, pair: frozenset[int], *, is_ring: bool) -> Bools:
-        """Return the stages that send from one part of a pair to the other, of rings the last one to the first."""
+        """Return the stages that send from one part of a pair to the other; in rings the last sends to the first."""
         behind = np.roll(self.parts, -1, axis=1)
         crosses = (self.parts != behind) & np.isin(self.parts, list(pair)) & np.isin(behind, list(pair))
         crosses[:, -1] &= is_ring
         return crosses
 
     def hops(self, costs: dict[int, KindCosts], across: dict[frozenset[int], Floats], *, is_ring: bool) -> Floats:
-        """Return a message from every stage to the next at least, of rings from the last one to the first."""
+        """Return a lower bound on a message from every stage to the next; in rings the last sends to the first."""
         hop_s = self.spread({part: cost.times.message_s for part, cost in costs.items()})
         for pair, message in across.items():
             hop_s = np.where(self.crossings(pair, is_ring=is_ring), message[:, None], hop_s)
@@ -470,7 +470,7 @@ class _Places:
 def _across_s(
     problem: MixedProblem, places: _Places, costs: dict[int, KindCosts], *, is_ring: bool
 ) -> dict[frozenset[int], Floats]:
-    """Return a message between every two parts as the slower of both sees it, 0 where none crosses."""
+    """Return the time of a message between every two parts by the slower one, 0 if none crosses."""
     result, degrees = {}, np.maximum(places.tp, np.roll(places.tp, -1, axis=1))
     for pair in map(frozenset, itertools.combinations(costs, 2)):
         crossing = (degrees * places.crossings(pair, is_ring=is_ring)).sum(axis=1)
@@ -490,13 +490,13 @@ def _across_s(
 
 
 def _with_chunks(kinds: PlanBatch, vp: int) -> PlanBatch:
-    """Kinds with this many chunks a stage."""
+    """Return kinds with this many chunks per stage."""
     schedule = Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B
     return replace(kinds, vp=np.full_like(kinds.vp, vp), schedule=np.full_like(kinds.schedule, schedule.code))
 
 
 def _transient_bytes(problem: Problem, batch: PlanBatch) -> Floats:
-    """Transients of a backward pass that no stage does without, as on the last one, where logits may hide them."""
+    """Lower bound on any stage's backward transients: those of the last stage, where logits may cover them."""
     memory, last = problem.framework.memory, np.ones((len(batch), 1), dtype=np.bool_)
     if memory.fsdp2_states:
         return np.zeros(len(batch))
@@ -505,7 +505,7 @@ def _transient_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _most_layers(problem: MixedProblem, places: _Places, costs: dict[int, KindCosts], counts: Sequence[int]) -> Ints:
-    """Layers that every stage holds at most, in each of the counts of chunks: shape (counts x ways, stages)."""
+    """Largest number of layers per stage, for each count of chunks: shape (counts x ways, stages)."""
     num_layers, (ways, pp) = problem.model.num_layers, places.parts.shape
     microbatches = next(iter(costs.values())).batch.num_microbatches
     live = np.minimum(microbatches[:, None], np.arange(pp, 0, -1))
@@ -530,7 +530,7 @@ def _most_layers(problem: MixedProblem, places: _Places, costs: dict[int, KindCo
     for chunks in counts:
         alive = np.stack([_alive_layers(num_layers, pp, chunks, m) for m in numbers.tolist()])
         low, high = np.zeros((ways, pp), dtype=np.int64), np.full((ways, pp), num_layers)
-        for _ in range(num_layers.bit_length()):  # what is needed grows with the layers
+        for _ in range(num_layers.bit_length()):  # the memory need grows with the layers
             middle = (low + high + 1) // 2
             alive_layers = alive[of_number[:, None], np.arange(pp), middle]
             needed = np.min([middle * state + alive_layers * kept for state, kept in of_sorts], axis=0)
@@ -541,7 +541,7 @@ def _most_layers(problem: MixedProblem, places: _Places, costs: dict[int, KindCo
 
 @lru_cache(maxsize=1024)
 def _alive_layers(num_layers: int, pp: int, chunks: int, num_microbatches: int) -> Floats:
-    """Layers, each once for every micro-batch alive in it, of stages that have 0, 1 and so on: shape (stages, numbers).
+    """Layers times live micro-batches, for stages with 0, 1, ... layers: shape (stages, numbers).
 
     Layers are spread evenly over the chunks of a stage (`MixedStage.with_layers`).
     """

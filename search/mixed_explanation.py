@@ -1,4 +1,4 @@
-"""Explanation of a plan of a mixed cluster: its stages, and the step with one change of the plan."""
+"""Explanation of a plan of a mixed cluster: its stages, and the step after single changes of the plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Change = tuple[str, str, str]
 
 
 def explain_mixed(problem: MixedProblem, file: MixedPlanFile) -> MixedExplanation:
-    """Explain the best plan of `file`: what its stages do and hold, and what plans beside it would take."""
+    """Explain the best plan of `file`: time and memory of its stages, and the step of neighbouring plans."""
     changed = dict(_neighbours(problem, file.best.plan))
     best, *changed_costs = estimate_mixed(problem, [file.best.plan, *changed])
     neighbours = [
@@ -41,7 +41,7 @@ def explain_mixed(problem: MixedProblem, file: MixedPlanFile) -> MixedExplanatio
 
 
 def _worth_showing(neighbours: Iterable[MixedNeighbour]) -> tuple[MixedNeighbour, ...]:
-    """Return, of changes of one thing that make a difference, the fastest and the fastest that fits."""
+    """Return, per kind of change with an effect, the fastest neighbour and the fastest one that fits."""
     fastest: dict[tuple[str, bool], MixedNeighbour] = {}
     for near in sorted((near for near in neighbours if abs(near.ratio - 1) > TIE), key=lambda near: near.ratio):
         fits = near.plan.verdict == "fits"
@@ -63,7 +63,7 @@ def _neighbours(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedP
 
 
 def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
-    """Yield changes, and the fields of the plan that each sets."""
+    """Yield changes, with the plan fields that each sets."""
     common = plan.common
     for recompute in Recompute:
         modules = DEFAULT_RECOMPUTE_MODULES
@@ -83,7 +83,7 @@ def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
 
 
 def _other_micro_batches(kind: ReplicaKind) -> Iterator[tuple[str, str, str, ReplicaKind]]:
-    """Yield micro-batches of half and twice the size, with as many sequences in all."""
+    """Yield micro-batches of half and twice the size, for the same number of sequences."""
     sequences = kind.micro_batch * kind.num_microbatches
     for size in (kind.micro_batch // 2, 2 * kind.micro_batch):
         if size and sequences % size == 0:
@@ -92,7 +92,7 @@ def _other_micro_batches(kind: ReplicaKind) -> Iterator[tuple[str, str, str, Rep
 
 
 def _other_layers(kind: ReplicaKind) -> Iterator[tuple[str, str, str, ReplicaKind]]:
-    """Yield pipelines with one layer of a stage on the next one or the one before."""
+    """Yield pipelines with one layer of a stage moved to the next or previous stage."""
     for at, by in itertools.product(range(len(kind.stages) - 1), (-1, 1)):
         stage, following = kind.stages[at : at + 2]
         if min(stage.layers + by, following.layers - by) < 1:
@@ -107,7 +107,7 @@ def _layers(stages: tuple[MixedStage, ...]) -> str:
 
 
 def _shifted(plan: MixedPlan, giver: int, taker: int) -> Iterator[tuple[Change, dict[str, object]]]:
-    """Yield the plan with as few sequences as possible moved from the replicas of one kind to those of another."""
+    """Yield the plan with the fewest possible sequences moved from replicas of one kind to those of another."""
     kinds = list(plan.kinds)
     rounds = [kinds[at].count * kinds[at].micro_batch for at in (giver, taker)]
     moved = math.lcm(*rounds)

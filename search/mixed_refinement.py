@@ -1,7 +1,6 @@
-"""Refinement of a structure of mixed pipelines to its best plan: layers, micro-batches and shares of states.
+"""Refinement of a mixed structure to its best plan: layers, micro-batches and shares of states.
 
-They follow from prices, and depend on one another through these, so that a few rounds of pricing and sharing out are
-needed.
+These follow from prices, which in turn depend on them, so a few rounds of pricing and distribution are needed.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ class _Draft:
 
     structure: Structure
     plan: MixedPlan | None
-    most_layers: list[Ints]  # of every stage of every kind: more was seen not to fit
-    cost: MixedCost | None = None  # of the best plan so far: the fastest that fits, else the one that is nearest to
+    most_layers: list[Ints]  # per stage of every kind; more layers were found not to fit
+    cost: MixedCost | None = None  # of the best plan so far: the fastest that fits, else the one nearest to fitting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +61,12 @@ def _places_of(kind: ReplicaKind) -> tuple[StageKind, ...]:
 
 
 def accept_all(plans: Sequence[MixedPlan]) -> Sequence[bool]:
-    """Accept any plans as answers."""
+    """Accept all plans as answers."""
     return [True] * len(plans)
 
 
 class Refiner:
-    """Refines structures of one problem and batch to plans that `accepts` takes, and counts those that it prices."""
+    """Refines structures of one problem and batch to plans accepted by `accepts`, and counts priced plans."""
 
     problem: MixedProblem
     global_batch: int
@@ -77,13 +76,13 @@ class Refiner:
     def __init__(self, problem: MixedProblem, global_batch: int, accepts: Accepts = accept_all) -> None:
         self.problem, self.global_batch, self.accepts = problem, global_batch, accepts
         self.num_priced = 0
-        # By what work the stages have and what fits: structures often differ in their states alone.
+        # Cached by the work and memory of stages, as structures often differ only in their states.
         self._shared_out: dict[object, tuple[list[tuple[int, ...]], tuple[int, ...]] | None] = {}
         kinds = problem.model.layer_kinds
         self._kind_of_layer = np.array([kinds.index(layer) for layer in problem.model.layers])
 
     def refine(self, structures: Iterable[Structure]) -> list[RefinedStructure]:
-        """Return the structures that have a plan, best first."""
+        """Return the structures with a plan, best first."""
         drafts = [
             _Draft(
                 structure=structure,
@@ -110,7 +109,7 @@ class Refiner:
         return ordered(RefinedStructure(structure=draft.structure, cost=draft.cost) for draft in drafts if draft.cost)
 
     def _first_plan(self, structure: Structure) -> MixedPlan | None:
-        """Return even layers, and micro-batches by the number of devices; the batch need not come out yet."""
+        """Draft even layers, and micro-batches by number of devices, which need not add up to the batch yet."""
         layers = [even_chunks(self.problem.model.num_layers, len(kind.places)) for kind in structure.kinds]
         if structure.common.sharding in _IN_STEP:
             return self._plan(structure, layers, split, None) if (split := self._in_step(structure)) else None
@@ -130,7 +129,8 @@ class Refiner:
         rounds: Sequence[int],
         shares: Sequence[float] | None,
     ) -> MixedPlan | None:
-        """Return the plan where replicas of kind k share `rounds[k]` of micro-batches, or None if it is not priced."""
+        """Return the plan in which replicas of kind k share `rounds[k]` of micro-batches, or None if it is not
+        priced."""
         kinds = []
         for at, (kind, cut, total) in enumerate(zip(structure.kinds, layers, rounds, strict=True)):
             if min(cut) < kind.vp:  # every chunk has a layer
@@ -162,7 +162,7 @@ class Refiner:
         return plan
 
     def _next_plan(self, draft: _Draft, cost: MixedCost) -> MixedPlan | None:
-        """Share out again by what the last plan costs."""
+        """Redistribute layers, micro-batches and states by the costs of the last plan."""
         kinds = list(zip(cost.plan.kinds, cost.kinds, strict=True))
         prices = [
             next(price for kind, price in kinds if _places_of(kind) == pipelines.places)
@@ -186,7 +186,7 @@ class Refiner:
     def _share_out(
         self, draft: _Draft, prices: Sequence[MixedKindCost]
     ) -> tuple[list[tuple[int, ...]], tuple[int, ...]] | None:
-        """Return the layers of every kind and its micro-batches of all replicas; None where they do not come out."""
+        """Return layers and total micro-batches of every kind; None if they do not add up."""
         layers, passes = [], []
         for most_layers, price in zip(draft.most_layers, prices, strict=True):
             layer_s = np.array([stage.layer_s for stage in price.stages])[:, self._kind_of_layer]
@@ -203,7 +203,7 @@ class Refiner:
     def _split(
         self, structure: Structure, passes: Sequence[Floats], prices: Sequence[MixedKindCost]
     ) -> tuple[int, ...] | None:
-        """Return the rounds of micro-batches of all replicas of every kind together."""
+        """Return the total rounds of micro-batches of every kind over all its replicas."""
         if structure.common.sharding in _IN_STEP:
             return self._in_step(structure)
         sizes = [micro * kind.round for micro, kind in zip(structure.micro_batches, structure.kinds, strict=True)]
@@ -222,24 +222,24 @@ class Refiner:
         return split_microbatches(tables, counts, sizes, self.global_batch)
 
     def _in_step(self, structure: Structure) -> tuple[int, ...] | None:
-        """Return as many micro-batches for all replicas, whose stages are single ones, if the batch comes out."""
+        """Return equal micro-batches for all replicas, which have single stages, if they add up to the batch."""
         counts = [kind.count for kind in structure.kinds]
         together = sum(count * size for count, size in zip(counts, structure.micro_batches, strict=True))
         num_microbatches, remainder = divmod(self.global_batch, together)
         return tuple(num_microbatches * count for count in counts) if num_microbatches and not remainder else None
 
     def _beside_layers(self, price: MixedKindCost, layer_s: Floats) -> tuple[Floats, Floats]:
-        """Return the time of every stage beside its layers, and its forward and backward pass."""
+        """Return every stage's time besides its layers, and its forward and backward pass."""
         passes = np.array([[stage.forward_s, stage.backward_s] for stage in price.stages]).T
         layers_s = _layers_s(layer_s, [stage.layers for stage in price.stages])
         return np.maximum(passes.sum(axis=0) - layers_s, 0.0), passes
 
     def _allowed_bytes(self, stage: MixedStageCost) -> float:
-        """Return the memory with which a stage is safe."""
+        """Return the memory up to which a stage is safe."""
         return stage.capacity_bytes * float(np.exp(RISKY_Z * self.problem.calibrations[stage.part].memory_spread))
 
     def _tighten(self, most_layers: Ints, price: MixedKindCost) -> None:
-        """Take layers from stages that do not fit; memory has a constant part, so that no fitting number is lost."""
+        """Reduce layers on stages that do not fit; memory has a constant part, so no fitting number is skipped."""
         for at, stage in enumerate(price.stages):
             allowed = self._allowed_bytes(stage)
             if stage.memory_bytes > allowed:
@@ -248,7 +248,7 @@ class Refiner:
                 )
 
     def _shares(self, draft: _Draft, cost: MixedCost, prices: Sequence[MixedKindCost]) -> tuple[float, ...] | None:
-        """Return shares of states with which all stages fit; None where even shares do, or none."""
+        """Return shares of states with which all stages fit; None if even shares do, or no shares do."""
         if draft.structure.common.sharding == "none" or len(prices) == 1 or cost.oom_z <= RISKY_Z:
             return None
         state_shares = {_places_of(kind): kind.state_share for kind in cost.plan.kinds}
@@ -272,9 +272,9 @@ def _layers_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
 
 
 def order_of(cost: MixedCost) -> tuple[float, float, int, int, str]:
-    """Key by which plans that fit are sorted by their rate, then those that do not by how far they are from it.
+    """Sort key: plans that fit by their rate, then the others by their distance from fitting.
 
-    Of equal ones those with fewer kinds of replicas and fewer options come first.
+    Among equals, plans with fewer kinds of replicas and fewer options come first.
     """
     common = cost.plan.common
     options = sum(getattr(common, axis.name) != axis.default for axis in SEARCHED)

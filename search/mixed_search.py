@@ -1,7 +1,7 @@
 """Search for the fastest plan of a mixed cluster: structures of pipelines in the order of their bounds, refined.
 
-The plans of a part by itself are those of a search on it; those of several parts have the axes that the spaces of all
-these parts admit.
+Plans of a single part come from a search on that part; plans of several parts use axes in the spaces of all these
+parts.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedResult
 from autoplan.spec.problem import Problem
 
-FIRST_FORMS = 16  # of every set of parts, in one group or beside each other, refined with the axes of least bound
-KEPT_FORMS = 4  # of them, whose other axes are looked at
+FIRST_FORMS = 16  # forms per set of parts, refined with the axes with the smallest bound
+KEPT_FORMS = 4  # of these, whose other axes are tried
 MOST_AXES = 16
-ABOUT = 1.05  # times the least time that groups beside each other could take, in which their ways are compared
-MOST_JOINT, LEAST_JOINT = 20_000, 3  # structures of groups beside each other, and ways of each with the same axes
+ABOUT = 1.05  # times the smallest possible time of combined groups, at which their ways are compared
+MOST_JOINT, LEAST_JOINT = 20_000, 3  # structures of combined groups, and ways of each with the same axes
 KEPT_PLANS = 20
 
-# What is left out, in words.
+# Exclusions, for the certificate.
 LIMITS = (
     "every group of parts forms equal pipelines, with one tp per part; parts may be idle",
     f"at least {LEAST_USED:.0%} of the devices of a multi-part group in use, at most {MAX_STAGES} stages",
@@ -45,7 +45,7 @@ LIMITS = (
     "least time of all, and hold as many micro-batches as they would alone",
 )
 STARTED = "only what the framework can start: one tp and one layer layout on all parts"
-# Axes of a plan that all replicas share.
+# Plan axes common to all replicas.
 _SHARED = (
     *("recompute_modules", "recompute_num_layers"),
     *(
@@ -62,10 +62,10 @@ def search_mixed(
     space_of: Callable[[Problem], Space],
     accepts: Accepts | None = None,
 ) -> MixedResult:
-    """Find the best plans, and how much faster another one may be at most.
+    """Find the best plans, and a bound on how much faster any other plan may be.
 
-    `space_of` gives the plans of a part by itself; `accepts` says which plans the framework starts, all of whose stages
-    have one tensor-parallel degree.
+    `space_of` returns the plans of a single part; `accepts` says which plans with one tensor-parallel degree on all
+    stages the framework can start.
     """
     alone = [problem.as_if(part, frozenset((part,))) for part in range(len(problem.cluster.parts))]
     spaces = tuple(_priced(space_of(own)) for own in alone)
@@ -93,7 +93,7 @@ def search_mixed(
     refiner, candidates = Refiner(problem, global_batch, is_answer), candidates_of(space)
     refined = _refined(space, refiner, candidates, min((cost.step_s for cost in costs if _fits(cost)), default=np.inf))
     costs = sorted((*costs, *(candidate.cost for candidate in refined)), key=order_of)
-    best: dict[object, MixedCost] = {}  # of every way to share out layers and micro-batches
+    best: dict[object, MixedCost] = {}  # by distribution of layers and micro-batches
     for cost in filter(_fits, costs):
         best.setdefault(cost.plan.kinds, cost)
     ranked = tuple(best.values())[:KEPT_PLANS]
@@ -111,7 +111,7 @@ def search_mixed(
 
 
 def _priced(space: Space) -> Space:
-    """The plans whose schedules are priced where stages differ."""
+    """Return the plans whose schedules can be priced with different stages."""
     schedules = [word for word in space.limits.of("schedule") if word in USUAL_SCHEDULES]
     if not schedules:
         raise InputError(f"a mixed cluster has the schedules {' and '.join(USUAL_SCHEDULES)} only: leave others out")
@@ -123,9 +123,9 @@ def _fits(cost: MixedCost) -> bool:
 
 
 def candidates_of(space: MixedSpace) -> dict[tuple[frozenset[int], bool], list[Candidate]]:
-    """Return the structures of every set of several parts, in one group or not, those with the least bounds first.
+    """Return the structures of every set of several parts, in one or several groups, smallest bounds first.
 
-    Bounds of groups beside each other take no time for reductions between them: over slow links they say little.
+    Bounds of combined groups ignore reductions between them, so they are weak over slow links.
     """
     parts = range(len(space.spaces))
     ways = {
@@ -151,14 +151,14 @@ def candidates_of(space: MixedSpace) -> dict[tuple[frozenset[int], bool], list[C
 
 
 def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
-    """Yield structures of groups beside each other, of each group the ways with the greatest rates."""
+    """Yield structures of combined groups, using the ways with the highest rates of each group."""
     if not all(ways.most_rate.any() for ways in groups):
         return
     tables, about_s = [], ABOUT * space.global_batch / sum(float(ways.most_rate.max()) for ways in groups)
     for ways in groups:
         by_axes: dict[tuple[int, ...], dict[object, int]] = defaultdict(dict)
         kinds = ways.kinds
-        # Experts are whole or split like other matrices, which is one where these are whole.
+        # Experts are whole or split like other matrices, which is the same if these are whole.
         split = np.where(kinds.tp == 1, -1, kinds.etp > 1)
         axes = np.stack([*(getattr(kinds, name) for name in _SHARED), split], axis=1)
         order = np.lexsort([-ways.most_rate, -_done(ways, about_s, slice(None), ways.most_rate)])
@@ -183,7 +183,7 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
 def _joint_s(
     global_batch: int, groups: Sequence[Ways], picks: Ints, rates: Sequence[Floats], end_s: Floats | float
 ) -> Floats:
-    """Time in which groups with these ways and rates do the batch, all replicas of one as many whole micro-batches."""
+    """Time of groups with these ways and rates for the batch, with equal whole micro-batches within a group."""
     chosen = list(zip(groups, picks.T, rates, strict=True))
     low = global_batch / add_up(rates)
     high = 2.0 * low
@@ -196,10 +196,10 @@ def _joint_s(
 
 
 def fastest_s(space: MixedSpace, candidates: Sequence[Candidate], within_s: float) -> float:
-    """Time that no plan of the candidates beats if it takes less than `within_s`, closer than their bounds.
+    """Lower bound on plans of the candidates that take less than `within_s`, tighter than the candidates' bounds.
 
-    Pipelines are filled and emptied for no more micro-batches than there are.  Of the shares of states one is an even
-    one or more: a group at least has replicas that hold as much, and update it.
+    Accounts for filling and draining of pipelines with the actual number of micro-batches.  At least one group has an
+    even share of states or more, which its replicas store and update.
     """
     times_s = [candidate.least_s for candidate in candidates if len(candidate.groups) == 1]
     joined: dict[tuple[tuple[int, ...], ...], list[Candidate]] = defaultdict(list)
@@ -220,7 +220,7 @@ def fastest_s(space: MixedSpace, candidates: Sequence[Candidate], within_s: floa
 
 
 def _done(ways: Ways, time_s: Floats | float, rows: Ints | slice, rate: Floats) -> Floats:
-    """Sequences that a group does in a time at a rate, all replicas as many whole micro-batches."""
+    """Sequences that a group completes in a time at a rate, with equal whole micro-batches per replica."""
     kinds = ways.kinds
     rounds = np.where(kinds.vp[rows] > 1, kinds.pp[rows], 1)
     size = kinds.dp_shard[rows] * kinds.micro_batch[rows] * rounds
@@ -230,10 +230,10 @@ def _done(ways: Ways, time_s: Floats | float, rows: Ints | slice, rate: Floats) 
 def _refined(
     space: MixedSpace, refiner: Refiner, candidates: dict[tuple[frozenset[int], bool], list[Candidate]], best_s: float
 ) -> list[RefinedStructure]:
-    """Refine the forms with the least bounds; of the best, with their other axes and numbers of virtual stages.
+    """Refine the forms with the smallest bounds, and the best ones with other axes and virtual stages.
 
-    Every set of parts has its own, so that one part more takes nothing away; that with the least bound comes first.
-    What cannot beat `best_s`, or what was found since, is passed over.
+    Every set of parts has its own quota, so an additional part removes none; the set with the smallest bound comes
+    first.  Forms that cannot beat `best_s` or later results are skipped.
     """
     refined: list[RefinedStructure] = []
     for of_parts in sorted(candidates.values(), key=lambda of_parts: of_parts[0].least_s):
@@ -267,7 +267,7 @@ def _form(structure: Structure) -> object:
 def _other_micro_batches(
     space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure
 ) -> Iterator[Structure]:
-    """Yield the structure with other micro-batches, which decide what slow links between parts carry at once."""
+    """Yield the structure with other micro-batches, which determine the message sizes on slow links between parts."""
     for candidates in filter(None, forms.values()):
         kinds, micro_batches = zip(*candidates[0].form, strict=True)
         if kinds == structure.kinds and micro_batches != structure.micro_batches:
@@ -275,7 +275,7 @@ def _other_micro_batches(
 
 
 def _other_axes(space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure) -> Iterator[Structure]:
-    """Yield the structure with the other axes that have the least bounds."""
+    """Yield the structure with the other axes that have the smallest bounds."""
     form = tuple(zip(structure.kinds, structure.micro_batches, strict=True))
     yield from map(space.structure, forms.get(form, [])[1 : MOST_AXES + 1])
 

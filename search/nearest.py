@@ -1,4 +1,4 @@
-"""Search for the plan that a target can start and that is nearest to one that it cannot."""
+"""Search for the plan nearest to one that a target cannot start, among those that it can."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 
-MOST_ASKED = 400  # plans that a target is asked about
+MOST_ASKED = 400  # plans checked with the target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Near:
-    """A plan, and (axis, value, value of the one it stands for) of what differs."""
+    """A plan, and (axis, its value, value in the original plan) of every difference."""
 
     plan: RankedPlan
     changes: tuple[tuple[str, str, str], ...]
@@ -42,7 +42,7 @@ def nearest(
     *,
     most_changes: int = 2,
 ) -> Near | None:
-    """The fastest legal plan, or of `extra_plans`, that `accepts` takes with fewest axes changed; None: none found."""
+    """Return the fastest legal or extra plan that `accepts` takes with the fewest axes changed; None: none found."""
     axes = axes_of(problem.model, plan)
     num_changes = {
         candidate: len(differing(axes, axes_of(problem.model, candidate)))
@@ -71,7 +71,7 @@ def nearest(
 
 
 def neighbours(problem: Problem, plan: ParallelPlan, count: int) -> Iterator[ParallelPlan]:
-    """The plans in which so many axes have another value; those on nodes in an order of their own aside."""
+    """Return the plans with this many axes changed, without changes of the node order."""
     axes = axes_of(problem.model, plan) | {"nodes": None}
     values = _values(problem, plan)
     for names in combinations(values, count):
@@ -83,12 +83,12 @@ def neighbours(problem: Problem, plan: ParallelPlan, count: int) -> Iterator[Par
 
 
 def _is_switched(axis: Axis) -> bool:
-    """Return whether the other value of an axis is worth a look."""
+    """Return whether switching an axis is worth trying."""
     return axis.kind is Kind.FLAG and axis.exact is None
 
 
 def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
-    """The other values of every axis that are worth a look."""
+    """Return the other values of every axis that are worth trying."""
     model, book, devices = problem.model, book_of(problem.framework), problem.cluster.num_devices
     axes, limits = axes_of(model, plan), default_limits(problem, (plan.global_batch,))
     values: dict[str, list[Any]] = {axis: [*divisors(devices)] for axis in ("tp", "cp", "pp")}
@@ -108,7 +108,7 @@ def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
     values["recompute"] = [(kind, DEFAULT_RECOMPUTE_MODULES, None) for kind in book.words("recompute")]
     values["offload"] = [*AXIS["offload"].searched]
     values |= {axis.name: [not axes[axis.name]] for axis in AXES if _is_switched(axis) and axis.name in axes}
-    # Of options that change the numerics of training only what leaves them alone.
+    # Only values that do not change the numerics of training.
     values |= {axis.name: [*limits.of(axis.name)] for axis in SEARCHED if axis.exact is not None and axis.name in axes}
     values["cp_kind"] = [*book.words("cp_kind")] if plan.cp > 1 else []
     values["rank_order"] = [*problem.framework.rank_orders] if "rank_order" in axes else []

@@ -1,7 +1,7 @@
-"""Objectives of a run, each made small, and the figures that they are read from.
+"""Objectives of a run, all minimised, and the figures from which they are computed.
 
-On one number of nodes every objective but `devices` grows with one of three *measures* of a plan: seconds per
-sequence, joules per sequence, or memory.  What is proven of a measure is so proven of its objectives.
+On a fixed number of nodes every objective except `devices` is monotone in one of three *measures* of a plan: seconds
+per sequence, joules per sequence, or memory.  A proof for a measure therefore holds for its objectives.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Measure = Literal["time", "energy", "memory"]
 
 
 def measure_bounds(problem: Problem, measures: Sequence[Measure], pace: Floats, least_bytes: Floats) -> Floats:
-    """Return lower bounds of all measures from those of seconds per sequence and memory: shape (plans, measures)."""
+    """Return lower bounds on all measures from bounds on seconds per sequence and memory: shape (plans, measures)."""
     bounds: dict[Measure, Callable[[], Floats]] = {
         "time": lambda: pace,
         "energy": lambda: waiting_power_w(problem.cluster) * pace,
@@ -51,13 +51,13 @@ def measured(problem: Problem, measures: Sequence[Measure], costs: CostEstimate)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Facts and limits of a run beside its problem."""
+    """Facts and limits of a run in addition to its problem."""
 
     reliability: Reliability = field(default_factory=Reliability)
-    tokens: float | None = None  # to train
-    deadline_s: float | None = None  # for these tokens, or for the device hours to last
+    tokens: float | None = None  # tokens to train
+    deadline_s: float | None = None  # for these tokens, or for the use of the device hours
     device_hours: float | None = None  # at most
-    power_usage_effectiveness: float = 1.0  # power of the building over that of its nodes
+    power_usage_effectiveness: float = 1.0  # power of the building relative to its nodes
 
     def __post_init__(self) -> None:
         for name in ("tokens", "deadline_s", "device_hours", "power_usage_effectiveness"):
@@ -73,11 +73,11 @@ class Run:
 
     @property
     def is_bounded(self) -> bool:
-        """Return whether some plans may be too slow."""
+        """Return whether the run has limits that some plans may exceed."""
         return self.deadline_s is not None or (self.device_hours is not None and self.tokens is not None)
 
     def admits(self, figures: RunFigures) -> bool:
-        """Return whether a run keeps the deadline and the device hours."""
+        """Return whether the figures meet the deadline and the device hours."""
         if self.deadline_s is not None:
             takes_s = figures.run_s if figures.run_s is not None else figures.budget_s
             if takes_s is None or takes_s > self.deadline_s:
@@ -88,12 +88,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """An objective to make small: on one number of nodes it grows with its measure, or stays."""
+    """An objective to minimise; on a fixed number of nodes it is non-decreasing in its measure."""
 
     name: str
     measure: Measure
-    cost: Callable[[RunFigures], float | None]  # positive; None where something was not given
-    needs: str = ""  # what that is
+    cost: Callable[[RunFigures], float | None]  # positive; None if an input is missing
+    needs: str = ""  # the missing input
 
 
 OBJECTIVES = {
@@ -132,7 +132,7 @@ OBJECTIVES = {
 
 
 def find_objectives(names: Iterable[str]) -> tuple[Objective, ...]:
-    """Return the objectives of those names, each once."""
+    """Return the objectives with these names, without duplicates."""
     objectives = {}
     for name in names:
         key = name.strip().lower().replace("_", "-")
@@ -143,20 +143,20 @@ def find_objectives(names: Iterable[str]) -> tuple[Objective, ...]:
 
 
 def default_objective(run: Run) -> str:
-    """Return the objective that is meant where a run is described and none is named."""
+    """Return the default objective of a run description without objectives."""
     if run.tokens is not None:
         return "devices" if run.deadline_s is not None else "time-to-tokens"
     return "tokens" if run.device_hours is not None else "step-time"
 
 
 def measures_of(objectives: Iterable[Objective], run: Run) -> tuple[Measure, ...]:
-    """Return the measures that decide, each once: the time too where some plans may be too slow for the run."""
+    """Return the measures of the objectives without duplicates, plus time if plans may be too slow for the run."""
     measures: list[Measure] = [objective.measure for objective in objectives]
     return tuple(dict.fromkeys([*measures, "time"] if run.is_bounded else measures))
 
 
 def costs_of(objectives: Iterable[Objective], figures: RunFigures) -> tuple[float, ...]:
-    """Return the value of every objective, which it makes small."""
+    """Return the value of every objective, to be minimised."""
     costs = []
     for objective in objectives:
         cost = objective.cost(figures)
@@ -169,7 +169,7 @@ def costs_of(objectives: Iterable[Objective], figures: RunFigures) -> tuple[floa
 def figures_at(
     problem: Problem, run: Run, *, seconds_per_sequence: float, joules_per_sequence: float | None, memory_bytes: float
 ) -> RunFigures:
-    """Return the figures of a plan with these measures, or bounds of figures from bounds of measures."""
+    """Return the figures of a plan with these measures, or bounds on figures from bounds on measures."""
     cluster, seq_len = problem.cluster, useful(problem.training).tokens
     devices = cluster.num_devices
     goodput = run.reliability.goodput(devices)
@@ -226,7 +226,7 @@ def figures(problem: Problem, run: Run, plan: RankedPlan) -> RunFigures:
 
 
 def least_figures(problem: Problem, run: Run, *, seconds_per_sequence: float, memory_bytes: float) -> RunFigures:
-    """Return figures that no plan beats whose time and memory are no less: all draw what waiting devices do."""
+    """Return lower bounds on figures from bounds on time and memory, with at least the power of waiting devices."""
     joules = waiting_power_w(problem.cluster) * seconds_per_sequence if has_power(problem.cluster) else None
     return figures_at(
         problem,
@@ -238,5 +238,5 @@ def least_figures(problem: Problem, run: Run, *, seconds_per_sequence: float, me
 
 
 def has_power(cluster: ClusterSpec) -> bool:
-    """Return whether the power of the cluster is known, and so energy."""
+    """Return whether the power of the cluster is known, and therefore the energy."""
     return cluster.host.power_w is not None

@@ -1,8 +1,8 @@
-"""Placement: the order in which a plan numbers the nodes that a scheduler handed out.
+"""Placement: the order in which a plan numbers the nodes allocated by a scheduler.
 
-Nodes below the same switches are interchangeable, so that an order is a row of the switches above them.  The step is
-linear in the shares of traffic that leave switches as long as the same things hide behind each other: such a line
-scores many orders at once, and only the few best are priced as they are.
+Nodes below the same switches are interchangeable, so an order is a sequence of switches.  The step is linear in the
+shares of traffic that leave switches as long as overlaps do not change: this linear model scores many orders at once,
+and only the few best are priced exactly.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from autoplan.topology.placement import (
     switches_of_nodes,
 )
 
-PLACED_PLANS = 3  # of a search
-STARTS = 4  # orders that are improved step by step
-MOST_TRIALS = 60  # blocks of swaps that one of them is improved by at most
-BLOCK_NODES = 2**15  # orders x nodes scored in one go
-# What decides between orders that take as long: below how many switches groups lie, and what leaves all switches
-# together, as shares of the step.
+PLACED_PLANS = 3  # best plans of a search that are placed
+STARTS = 4  # orders improved by local search
+MOST_TRIALS = 60  # largest number of blocks of swaps per order
+BLOCK_NODES = 2**15  # orders x nodes scored at once
+# Tie-breakers between orders with equal time, as shares of the step: the number of switches that groups span, and the
+# traffic leaving all switches.
 SPREAD_WEIGHT = 1e-6
-MEAN_WEIGHT = 1e-3  # of the mean over switches or siblings, beside their worst
+MEAN_WEIGHT = 1e-3  # weight of the mean over switches or siblings, relative to the worst
 
-# By level and group, seconds for each share of the group's traffic that leaves a switch.
+# By level and group: seconds per share of the group's traffic that leaves a switch.
 Slopes = dict[tuple[int, RankGroup], float]
 
 
 def is_fragmented(problem: Problem) -> bool:
-    """Return whether the order of nodes matters: they fill switches unevenly, and links between those are slower."""
+    """Return whether the order of nodes matters: they fill switches unevenly and inter-switch links are slower."""
     if problem.cluster.levels[-1].num_devices > problem.cluster.devices_per_node:
         return False  # not priced yet
     return any(level.seats is not None and not level.seats.is_even for level in problem.topology.levels)
 
 
 def place_best(problem: Problem, result: SearchResult) -> SearchResult:
-    """Return the result with the nodes of its best plans in the best order found; the others keep theirs."""
+    """Return the result with the best node order found for its best plans; the others keep theirs."""
     if not is_fragmented(problem) or not result.rivals:
         return result
     placed = {}
@@ -77,17 +77,17 @@ def _priced(problem: Problem, plan: ParallelPlan) -> RankedPlan:
 
 
 def best_placement(problem: Problem, plan: ParallelPlan) -> ParallelPlan:
-    """`plan` with its nodes in the best order that was found, no worse than its own, as listed or switch by switch.
+    """Return `plan` with the best node order found, at least as good as its own, the listed one, and switch by switch.
 
-    Deterministic.  Candidates fill the grid of nodes that pipelines and replicas span in bands, by switches of falling
-    or rising size, with or without keeping blocks whole; the best are improved by swaps of two nodes.
+    Deterministic.  Candidates fill the pipeline x replica grid of nodes in bands, by switches in descending or
+    ascending size, with or without keeping blocks whole; the best are improved by swapping two nodes at a time.
     """
     search = _OrderSearch.of(problem, replace(plan, placement=None))
     listed = search.listed
     plain = (listed, np.sort(listed), search.order(plan.placement))
     best, best_key = min(((order, search.key(order)) for order in plain), key=lambda pair: pair[1])
     starts = np.unique(np.array([*plain, *search.starts()]), axis=0)
-    for _ in range(2):  # the second time with a line through the best order of the first
+    for _ in range(2):  # the second time linearised at the best order of the first
         base, slopes = best, search.slopes(best)
         scores = search.score(slopes, starts)
         chosen = starts[np.argsort(scores, kind="stable")[:STARTS]]
@@ -107,16 +107,16 @@ class _OrderSearch:
 
     problem: Problem
     batch: PlanBatch
-    listed: Ints  # the order of the cluster's list
-    above: tuple[Ints, ...]  # by tier, and last by site, the switch of every class
-    seats: dict[int, Seats]  # of the levels that they matter for
-    widths: tuple[int, ...]  # nodes from a group's first member to its second
-    spans: tuple[RankGroup, ...]  # groups that should lie below few switches
+    listed: Ints  # order in the cluster's list
+    above: tuple[Ints, ...]  # switch of every class by tier, and lastly by site
+    seats: dict[int, Seats]  # for the levels at which they matter
+    widths: tuple[int, ...]  # distances in nodes between a group's first two members
+    spans: tuple[RankGroup, ...]  # groups that should span few switches
     listed_s: float
 
     @classmethod
     def of(cls, problem: Problem, plan: ParallelPlan) -> _OrderSearch:
-        """Prepare a search, with the groups that pricing asks for."""
+        """Prepare a search for the groups used in pricing."""
         by_tier = np.array(switches_of_nodes(problem.cluster, None))
         # Sorted by site first, then from the outermost tier inwards.
         classes, listed = np.unique(by_tier[::-1], axis=1, return_inverse=True)
@@ -147,7 +147,7 @@ class _OrderSearch:
         )
 
     def names(self, order: Ints) -> tuple[str, ...]:
-        """Return the nodes in that order, those of a class as the cluster lists them."""
+        """Return the nodes in that order; within a class in the cluster's order."""
         names = node_names(self.problem.cluster)
         of_class = {number: iter(np.flatnonzero(self.listed == number)) for number in np.unique(self.listed).tolist()}
         return tuple(names[next(of_class[number])] for number in order.tolist())
@@ -158,7 +158,7 @@ class _OrderSearch:
         return np.array([class_of[name] for name in placement or class_of], dtype=np.int64)
 
     def key(self, order: Ints) -> tuple[float, float]:
-        """Return the key by which orders compare: the step, to the precision that counts, then the spread of groups."""
+        """Return the sort key of an order: the step rounded to the relevant precision, then the spread of groups."""
         placement = None if (order == self.listed).all() else self.names(order)
         step_s = float(estimate(self.problem, replace(self.batch, placement=placement)).step_s[0])
         return round(np.log(step_s) / TIE), float(self._spread(order[None])[0])
@@ -166,7 +166,7 @@ class _OrderSearch:
     # -- many orders at once ------------------------------------------------------------------------------------------
 
     def slopes(self, order: Ints) -> Slopes:
-        """Return how the step grows with each share from `order` on: from none to that of classes that take turns."""
+        """Return the slope of the step in each share at `order`, between no share and that of alternating classes."""
         turns = np.argsort([np.sum(order[:at] == number) for at, number in enumerate(order)], kind="stable")
         now, spread = (self._shares(nodes[None]) for nodes in (order, order[turns]))
         slopes = {}
@@ -178,7 +178,7 @@ class _OrderSearch:
         return slopes
 
     def score(self, slopes: Slopes, orders: Ints) -> Floats:
-        """Return the times of orders by `slopes`: seconds, except for a constant."""
+        """Return the linearised times of orders in seconds, up to a constant."""
         score = SPREAD_WEIGHT * self.listed_s * self._spread(orders)
         for (level, group), slope in slopes.items():
             if slope:
@@ -187,7 +187,7 @@ class _OrderSearch:
         return score
 
     def improve(self, slopes: Slopes, order: Ints) -> Ints:
-        """Return `order` after swaps of two nodes, the best of a block of them at a time, until none helps."""
+        """Return `order` improved by swapping two nodes, the best swap of a block at a time, until none helps."""
         size = max(BLOCK_NODES // len(order), 1)
         first, second = _pairs(len(order), MOST_TRIALS * size)
         blocks = -(-len(first) // size)
@@ -212,7 +212,7 @@ class _OrderSearch:
         return order
 
     def starts(self) -> Iterator[Ints]:
-        """Yield orders that keep nodes of a class together in the one or the other direction of the grid."""
+        """Yield orders that keep nodes of a class together along either direction of the grid."""
         count = np.bincount(self.listed)
         by_size = np.argsort(count, kind="stable")
         num = len(self.listed)
@@ -236,7 +236,7 @@ class _OrderSearch:
         return of_class[orders]
 
     def _shares(self, orders: Ints) -> dict[tuple[int, RankGroup], Floats]:
-        """Return for each level and group the share that leaves every switch: shape (orders, switches)."""
+        """Return, for each level and group, the share that leaves every switch: shape (orders, switches)."""
         return {
             (level, group): leaving_share(seats, self._switch(level, orders), group)
             for level, seats in self.seats.items()
@@ -244,7 +244,7 @@ class _OrderSearch:
         }
 
     def _spread(self, orders: Ints) -> Floats:
-        """Return the number of leaf switches of the widest group, and a little of the mean: shape (orders)."""
+        """Return the number of leaf switches of the widest group, plus a small weight of the mean: shape (orders)."""
         leaf = self.above[0][orders]
         spread_of_groups = [spreads(leaf, group, self.problem.cluster.devices_per_node) for group in self.spans]
         if not spread_of_groups:
@@ -255,7 +255,7 @@ class _OrderSearch:
     def _what_if(
         self, shares: dict[tuple[int, RankGroup], Floats], where: tuple[int, RankGroup], leaving: float
     ) -> float:
-        """Return the step with these shares, but another one in one place."""
+        """Return the step with these shares, except one changed share."""
         levels = list(self.problem.topology.levels)
         for at, seats in self.seats.items():
             members = {group: effective_members(group, float(shares[at, group].max())) for group in seats.group_members}
@@ -266,7 +266,7 @@ class _OrderSearch:
 
 
 def _pairs(num: int, max_pairs: int) -> tuple[Ints, Ints]:
-    """Return all pairs of `num` things in random order, or `max_pairs` random ones where there are more."""
+    """Return all pairs of `num` items in random order, or `max_pairs` random ones if there are more."""
     random = np.random.default_rng(0)
     if num * (num - 1) // 2 <= max_pairs:
         first, second = np.triu_indices(num, 1)
@@ -276,7 +276,7 @@ def _pairs(num: int, max_pairs: int) -> tuple[Ints, Ints]:
 
 
 def _in_blocks(kinds: Sequence[int] | Ints, count: Ints, size: int) -> Ints:
-    """Return classes one after another, each `count` times: nodes that fill blocks of `size` first, then the rest."""
+    """Return classes in turn, each `count` times: first nodes that fill blocks of `size`, then the rest."""
     full = [np.full(count[kind] // size * size, kind) for kind in kinds]
     remainders = [np.full(count[kind] % size, kind) for kind in kinds]
     return np.concatenate([*full, *remainders])

@@ -1,4 +1,4 @@
-"""Gains of the changes on the way from one plan to another, each alone and after the others."""
+"""Gains of the changes between two plans, each alone and after the others."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 
-MOST_AT_ONCE = 3  # changes of one step, unless it takes all that are left
+MOST_AT_ONCE = 3  # changes per step, unless all remaining ones are needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """Two plans of one problem, and all that mix the axes of both; `rules` say which of these are legal."""
+    """Two plans of one problem, and all mixtures of their axes; `rules` say which of these are legal."""
 
     problem: Problem
     rules: tuple[Rule, ...]
@@ -33,12 +33,12 @@ class Way:
     after: ParallelPlan
 
     def axes(self) -> tuple[str, ...]:
-        """The axes in which the plans differ."""
+        """Axes in which the plans differ."""
         model = self.problem.model
         return differing(axes_of(model, self.before), axes_of(model, self.after))
 
     def mix(self, changed: Sequence[str]) -> ParallelPlan:
-        """The plan with the `changed` axes of `after`; an `InputError` says why there is none."""
+        """Return the plan with the `changed` axes of `after`; InputError if there is none."""
         if set(changed) == set(self.axes()):
             return self.after
         if not changed:
@@ -47,7 +47,7 @@ class Way:
         return plan_of(self.problem, mixed(axes_of(model, self.before), axes_of(model, self.after), tuple(changed)))
 
     def legal(self, choices: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ParallelPlan]]:
-        """Return those of `choices` of changed axes that make a legal plan, each with its plan."""
+        """Return the `choices` of changed axes with a legal plan, and their plans."""
         legal_plans = []
         for changed in choices:
             try:
@@ -62,7 +62,7 @@ class Way:
 
 
 def _by_placement(problem: Problem, plans: Sequence[ParallelPlan]) -> Iterator[tuple[list[int], PlanBatch]]:
-    """(the indices of plans of one placement, their batch)."""
+    """Yield (the indices of plans with one placement, their batch)."""
     for placement in dict.fromkeys(plan.placement for plan in plans):
         places = [at for at, plan in enumerate(plans) if plan.placement == placement]
         yield places, PlanBatch.of([plans[at] for at in places], problem.model.num_layers)
@@ -77,7 +77,7 @@ def prices(problem: Problem, plans: Sequence[ParallelPlan]) -> list[RankedPlan]:
 
 
 def changes(way: Way) -> tuple[AxisChange, ...]:
-    """Axes in which the plans differ, and the first plan with that change alone."""
+    """Yield every change, with the first plan with only that change."""
     model = way.problem.model
     before, after = axes_of(model, way.before), axes_of(model, way.after)
     result = []
@@ -97,10 +97,10 @@ def changes(way: Way) -> tuple[AxisChange, ...]:
 
 
 def fastest_path(way: Way) -> tuple[WalkStep, ...]:
-    """Return a greedy path to `after`: every step takes the change that leaves the least time per sequence.
+    """Return a greedy path to `after`; every step takes the change with the smallest time per sequence.
 
-    Every plan is legal and as safe as `after`.  Where no single change leads to such a plan, or none is faster than the
-    plan before, two are made at once, then three; at last all that are left.
+    Every plan is legal and as safe as `after`.  If no single change leads to such a plan, or none is faster than the
+    previous plan, two are made at once, then three, finally all remaining ones.
     """
     axes, last = way.axes(), prices(way.problem, [way.after])[0]
     before_s = min((pace(candidate) for candidate in safe_mixes(way, [()], last).values()), default=math.inf)
@@ -117,7 +117,7 @@ def fastest_path(way: Way) -> tuple[WalkStep, ...]:
 def _next(
     way: Way, done: tuple[str, ...], remaining: Sequence[str], last: RankedPlan, before_s: float
 ) -> tuple[tuple[str, ...], RankedPlan]:
-    """The changes to make next and the plan with them; `before_s` is the time per sequence so far."""
+    """Return the next changes and the resulting plan; `before_s` is the current time per sequence."""
     slower = None
     for size in range(1, min(MOST_AT_ONCE, len(remaining)) + 1):
         mixes = safe_mixes(way, [(*done, *more) for more in combinations(remaining, size)], last)
@@ -131,7 +131,7 @@ def _next(
 
 
 def safe_mixes(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -> dict[tuple[str, ...], RankedPlan]:
-    """Return the plans that are legal and as safe as `last`, by changed axes."""
+    """Return the plans that are legal and as safe as `last`, by their changed axes."""
     legal_plans = way.legal(choices)
     costs = prices(way.problem, [plan for _, plan in legal_plans])
     return {
@@ -142,10 +142,10 @@ def safe_mixes(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -
 
 
 def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPlan, best: RankedPlan) -> RankedPlan:
-    """`best` with those axes of `before` that make it no slower and no less safe: of equal plans the least change.
+    """Return `best` with the axes of `before` that make it no slower and no less safe: the smallest equal change.
 
-    What a space leaves out may make it faster, too.  Every step has fewer changes than the last: an axis that goes back
-    may take another one along, and come again with it.
+    Values outside of the space may even make it faster.  Every step has fewer changes than the last: an axis may be
+    reverted together with another one, or changed again with it.
     """
     while True:
         way = Way(problem=problem, rules=rules, before=before, after=best.plan)

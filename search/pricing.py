@@ -1,4 +1,4 @@
-"""Prices of the plans of a space that their bounds leave a chance, best bounds first."""
+"""Pricing of the plans that their bounds do not rule out, best bounds first."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from autoplan.spec.estimate import OOM_Z, RISKY_Z, VERDICTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.search_result import RankedPlan
 
-FIRST_PRICED, MOST_PRICED = 256, 2048  # few plans at first, which may rule out others
+FIRST_PRICED, MOST_PRICED = 256, 2048  # plans per call: few at first, which may rule out others
 CANDIDATE_GROUPS, FIRST_CANDIDATES = 1024, 64  # plans
 CANDIDATES_OF_KIND = 64  # plans
-ROOM = 0.9  # of the memory, by its bound, for a plan that is priced to have something to beat
+ROOM = 0.9  # share of the memory, by its bound, that candidates to beat may need
 
 
 # -- plans to beat -----------------------------------------------------------------------------------------------------
 
 
 def price_candidates(frontier: Frontier, verdict: int, findings: Findings) -> None:
-    """Price likely plans of the groups with least bounds, until one is as safe as `verdict`: something to beat."""
+    """Price promising plans of the groups with the smallest bounds until one is as safe as `verdict`."""
     done, size = 0, CANDIDATE_GROUPS
     while not len(findings.winners) and len(groups := frontier.first(verdict, done + size)[done:]):
         plans = _promising(frontier, groups, ROOM * limit_bytes(frontier.problem, verdict))
@@ -47,7 +47,7 @@ def price_candidates(frontier: Frontier, verdict: int, findings: Findings) -> No
 
 
 def _promising(frontier: Frontier, groups: Ints, room_bytes: float) -> PlanBatch:
-    """Return of every cell's fastest kind the plan with the least bound that leaves room and is legal, least first."""
+    """Return the legal plan of smallest bound that leaves room, from every cell's fastest kind, smallest first."""
     problem, space = frontier.problem, frontier.space
     kinds, of_group = frontier.kinds_of(groups)
     costs = kind_costs(problem, kinds)
@@ -69,7 +69,7 @@ def _promising(frontier: Frontier, groups: Ints, room_bytes: float) -> PlanBatch
 
 
 def _first_of(owner: Ints, value: Floats | Ints) -> Ints:
-    """Return for every owner the element of least value."""
+    """Return the element with the smallest value of every owner."""
     order = np.lexsort((value, owner))
     return order[np.flatnonzero(np.diff(owner[order], prepend=-1))]
 
@@ -78,7 +78,7 @@ def _first_of(owner: Ints, value: Floats | Ints) -> Ints:
 
 
 def price_block(frontier: Frontier, open_kinds: OpenKinds, incumbents: Incumbents, block: Block) -> BlockOutcome:
-    """Price the plans in the cells of a block that neither `incumbents` nor one another rule out."""
+    """Price the plans in a block's cells that are ruled out neither by `incumbents` nor by each other."""
     pricer = _BlockPricer(frontier, block, incumbents)
     is_of_block = np.zeros(len(frontier.cells), dtype=np.bool_)
     is_of_block[list(block.cells)] = True
@@ -90,31 +90,31 @@ def price_block(frontier: Frontier, open_kinds: OpenKinds, incumbents: Incumbent
 
 
 class _BlockPricer:
-    """Prices plans of one block and keeps the best of all and of each cell."""
+    """Prices the plans of one block and keeps the best overall and per cell."""
 
     def __init__(self, frontier: Frontier, block: Block, incumbents: Incumbents) -> None:
         num_cells = len(frontier.cells)
         self.frontier, self.verdict = frontier, block.verdict
         self.findings = Findings(incumbents)
         self.findings.counts["expanded"] = len(block.cells)
-        # Of each cell: the verdict, the first measure and the best plan, and how near to fitting the cell came.
+        # Per cell: verdict, first measure, best plan, and distance from fitting.
         self.verdict_of = np.full(num_cells, len(VERDICTS))
         self.value_of = np.full(num_cells, np.inf)
         self.nearest_z = np.full(num_cells, np.inf)
         self.plan_of: dict[int, object] = {}
 
     def outcome(self, cell: int, bound: float) -> CellOutcome:
-        """Return what the trial of a cell says; one of which no plan had a chance is pruned."""
+        """Return the outcome of a cell; it is pruned if all its plans were ruled out."""
         attributes: dict[str, object] = {"bound": bound}
         if cell not in self.plan_of:
             return CellOutcome(value=None, constraints={}, attributes=attributes)
-        # At most zero means feasible: how far the plan that needs least memory is from a safe fit.
+        # Feasible at zero or less: distance of the plan with the least memory from a safe fit.
         constraints = {"memory": float(self.nearest_z[cell] - RISKY_Z)}
         attributes["plan"] = self.plan_of[cell]
         return CellOutcome(value=float(self.value_of[cell]), constraints=constraints, attributes=attributes)
 
     def not_ruled_out(self, bounds: Floats, *, growth: int, max_rows: int) -> Iterator[Ints]:
-        """Yield rows of `bounds` in order, few at first and then more at once, except for those that are ruled out."""
+        """Yield rows of `bounds` in order and in growing batches, without those ruled out."""
         incumbents, done, size = self.findings.incumbents, 0, FIRST_PRICED
         while done < len(bounds):
             part = np.arange(done, min(done + size, len(bounds)))
@@ -125,7 +125,7 @@ class _BlockPricer:
             done, size = done + size, 2 * size
 
     def price_kinds(self, kinds: PlanBatch, owner: Ints) -> None:
-        """Price the plans of some kinds that their bounds leave a chance, best bounds first."""
+        """Price the plans of some kinds that their bounds do not rule out, best bounds first."""
         frontier, incumbents = self.frontier, self.findings.incumbents
         problem, space = frontier.problem, frontier.space
         most_bytes = limit_bytes(problem, self.verdict)
@@ -150,7 +150,7 @@ class _BlockPricer:
             self._price(plans.take(lawful[part]), of_cell[lawful[part]])
 
     def _price(self, batch: PlanBatch, owner: Ints) -> None:
-        """Price plans and keep the best; of slow schedules, which are run pass by pass, only those that may fit."""
+        """Price plans and keep the best; schedules that are simulated pass by pass only for plans that may fit."""
         findings, frontier = self.findings, self.frontier
         if len(slow := np.flatnonzero(needs_order(batch))):
             oom_z = np.full(len(batch), -np.inf)
@@ -162,7 +162,7 @@ class _BlockPricer:
         values, verdict = measured(frontier.problem, frontier.measures, costs), costs.verdict
         value = values[:, 0]
         order = ordering(value, batch)
-        # Rows of each cell from its best plan to its worst, those of the better verdict first.
+        # Rows of each cell from best to worst, better verdicts first.
         order = order[np.lexsort((verdict[order], owner[order]))]
         winners = order[np.flatnonzero(np.diff(owner[order], prepend=-1))]
         np.minimum.at(self.nearest_z, owner, costs.oom_z)
@@ -185,7 +185,7 @@ class _BlockPricer:
 
 
 def closest(frontier: Frontier) -> RankedPlan | None:
-    """Return the legal plan that needs least memory."""
+    """Return the legal plan with the least memory."""
     problem, space = frontier.problem, frontier.space
     best: RankedPlan | None = None
     for groups in frontier.blocks(np.argsort(frontier.least_bytes, kind="stable")):

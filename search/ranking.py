@@ -1,4 +1,4 @@
-"""Ranking of plans: a stable order, the best of many, and the figures by which people compare them."""
+"""Ranking of plans: a stable order, the best of many, and the figures for comparison."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import TrainingSpec
 
-# Step times this close, as a share, are equal: sums in another order differ by less, measurements by far more.
+# Relative difference up to which step times are equal: summation order changes less, measurements far more.
 TIE = 1e-9
 
-# What decides between plans of equal time: fewer parts and plainer choices first.
+# Tie-breakers between plans of equal time: fewer parts and plainer choices first.
 _TIE_ORDER = (
     *("pp", "tp", "cp", "ep", "etp", "vp", "schedule"),
     *("recompute", "recompute_modules", "recompute_num_layers"),
@@ -33,7 +33,7 @@ _TIE_ORDER = (
 
 
 def seconds_per_sequence(costs: CostEstimate) -> Floats:
-    """Return step time over global batch, which a search makes small: so batches of different size compare."""
+    """Return step time over global batch, the search objective, which is comparable between batch sizes."""
     return costs.step_s / costs.batch.global_batch
 
 
@@ -48,7 +48,7 @@ def ordering(objective: Floats, batch: PlanBatch) -> Ints:
 
 
 class Leaders:
-    """The best `limit` plans of all that were offered."""
+    """The best `limit` plans of all offered ones."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -59,7 +59,7 @@ class Leaders:
         return len(self.objective)
 
     def offer(self, objective: Floats, batch: PlanBatch) -> None:
-        """Keep those of `batch` that are among the best so far."""
+        """Keep the plans of `batch` that are among the best so far."""
         full = len(self) >= self.limit
         bar = self.objective[-1] if full else np.inf
         if len(objective) > self.limit:
@@ -76,7 +76,7 @@ class Leaders:
 
 
 def training_flops_per_token(model: ModelSpec, training: TrainingSpec) -> float:
-    """Return the model FLOPs of a token of a sample: of all its passes, without recomputation."""
+    """Return the model FLOPs per sample token over all passes, without recomputation."""
     return model_flops_per_token(
         *(model, useful(training).attended_len, training.finetuning),
         has_scores=training.has_scores,
@@ -87,7 +87,7 @@ def training_flops_per_token(model: ModelSpec, training: TrainingSpec) -> float:
 def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple[RankedPlan, ...]:
     """Return the plans at the indices `order`, with their figures.
 
-    Tokens are those of samples, without padding.  MFU is Megatron-LM's: model FLOPs without recomputation over the
+    Tokens are sample tokens without padding.  MFU follows Megatron-LM: model FLOPs without recomputation over the
     datasheet peak of the precision.
     """
     devices, learnt = problem.cluster.num_devices, useful(problem.training)

@@ -1,4 +1,4 @@
-"""Optuna's samplers over the degrees of a cell, for searches that do not go by bounds."""
+"""Optuna samplers over the degrees of a cell, for searches that are not ordered by bounds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from optuna.samplers import BaseSampler
 
 SAMPLERS = ("tpe", "gp", "nsga2", "cmaes", "random")
-_NEEDS = {"gp": "torch", "cmaes": "cmaes"}  # what Optuna imports for them
-FREE_AXES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate")  # dp_shard is what is left of the devices
+_NEEDS = {"gp": "torch", "cmaes": "cmaes"}  # packages that Optuna imports for them
+FREE_AXES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate")  # dp_shard follows from the remaining devices
 WARM_CELLS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Cells that one of `SAMPLERS` proposes, `trials` in all; those with the least bounds come first if `warm`."""
+    """Search of `trials` cells proposed by one of `SAMPLERS`; if `warm`, cells with the smallest bounds come first."""
 
     name: str
     trials: int
@@ -62,10 +62,10 @@ def make_sampler(name: str, seed: int | None) -> BaseSampler:
 
 
 class Axes:
-    """Proposals that always are a cell: numbers from 0 to 1, axis by axis the place among the values that are left.
+    """Mapping between proposals and cells: per axis a number from 0 to 1 selects among the values still possible.
 
-    Values are in order, so that samplers may tell near from far.  Degrees themselves would not do: they have to divide
-    the devices together, and nearly all combinations do not.
+    Values are ordered, so samplers can exploit proximity.  Degrees themselves are unsuitable parameters: they have to
+    divide the devices together, which nearly all combinations do not.
     """
 
     def __init__(self, cells: Sequence[Cell]) -> None:
@@ -75,7 +75,7 @@ class Axes:
         self.distributions: dict[str, BaseDistribution] = {axis: FloatDistribution(0.0, 1.0) for axis in FREE_AXES}
 
     def cell(self, params: Mapping[str, float]) -> int:
-        """Return the index of the cell that was proposed."""
+        """Return the index of the proposed cell."""
         matching: Sequence[int] = range(len(self._cells))
         for axis in FREE_AXES:
             values = self._values(matching, axis)
@@ -84,7 +84,7 @@ class Axes:
         return matching[0]
 
     def params(self, cell: int) -> dict[str, float]:
-        """Return a proposal that stands for a cell."""
+        """Return a proposal that selects a cell."""
         matching: Sequence[int] = range(len(self._cells))
         params = {}
         for axis in FREE_AXES:

@@ -1,7 +1,6 @@
-"""Sensitivity of the answer: how far each number of the hardware must move, alone, until another plan wins.
+"""Sensitivity of the answer: how far each hardware number must change, alone, until another plan wins.
 
-Every plan that the search has kept is priced again under the moved number, so that what hides or shows behind other
-work is as it would be then.
+Every plan kept by the search is priced again with the changed number, so that overlaps are computed correctly.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Flip, RankedPlan, SearchResult, Sensitivity
 from autoplan.topology.cluster import ClusterSpec
 
-MOST_CHANGE = 2.0  # a number that is off by more is another machine
-MOST_PLANS = 256  # that are priced again
-LEAST_SLOPE = 1e-4  # of the logarithm of the step: what changes it less cannot change the answer
-CLOSE = 1e-4  # of two steps at a flip, as a share
+MOST_CHANGE = 2.0  # a larger change would be a different machine
+MOST_PLANS = 256  # plans priced again
+LEAST_SLOPE = 1e-4  # of the log step; a number with a smaller effect cannot change the answer
+CLOSE = 1e-4  # relative difference of two steps at a flip
 MOST_ROUNDS = 12
 _NUDGE = 1e-4
-_TIMED = tuple(name for name in COLLECTIVES if name != "broadcast")  # that a step is made of
+_TIMED = tuple(name for name in COLLECTIVES if name != "broadcast")  # collectives in a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """A number of the hardware; `slower(problem, growth)` makes what rests on it take so many times as long."""
+    """A hardware number; `slower(problem, growth)` multiplies the times that depend on it by `growth`."""
 
     name: str
     slower: Callable[[Problem, float], Problem]
@@ -47,7 +46,7 @@ class Quantity:
 
 
 def _factor(name: str, operations: tuple[Operation, ...]) -> Callable[[Problem, float], Problem]:
-    """Growth of a factor of the calibration, and of what was measured in its place."""
+    """Scale a factor of the calibration, and the measured times used in its place."""
 
     def slower(problem: Problem, growth: float) -> Problem:
         calibration: Calibration = problem.calibration
@@ -101,7 +100,7 @@ def _later_network(cluster: ClusterSpec, growth: float) -> ClusterSpec:
 
 
 def quantities(problem: Problem) -> tuple[Quantity, ...]:
-    """Return the numbers that times rest on, by their names on this cluster."""
+    """Return the numbers that times depend on, by their names on this cluster."""
     cluster = problem.cluster
     link = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "shared_memory": "shared-memory"}[
         cluster.levels[-1].kind
@@ -111,7 +110,7 @@ def quantities(problem: Problem) -> tuple[Quantity, ...]:
         Quantity(name="attention rate", slower=_factor("attention", ATTENTIONS), measure=ATTENTIONS[:2]),
         Quantity(name="memory bandwidth", slower=_factor("memory_bound", STREAMS), measure=("norm", "optimizer")),
         Quantity(name="launch time", slower=_factor("host", ()), is_rate=False),
-        # What was measured of collectives has latency in it; it moves with the bandwidth.
+        # Measured collectives include latency; they are scaled with the bandwidth.
         Quantity(name=f"{link} bandwidth", slower=_of_cluster(_narrower_links, _TIMED), measure=COLLECTIVES[:3]),
         Quantity(name=f"{link} latency", slower=_of_cluster(_later_links), is_rate=False, measure=COLLECTIVES[:3]),
         Quantity(name="network bandwidth", slower=_of_cluster(_narrower_network), measure=_TIMED),
@@ -121,13 +120,13 @@ def quantities(problem: Problem) -> tuple[Quantity, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Contenders:
-    """Plans that may win, best first; those of the best one's kind are of kind 0."""
+    """Plans that may win, best first; those of the best plan's kind have kind 0."""
 
     plans: tuple[RankedPlan, ...]
     batch: PlanBatch
     kinds: Ints
-    scale: Floats  # of a plan's predicted time to the quantile that the search makes least
-    margin: float  # the search left out no plan nearer to the best; below 0 where that is not known
+    scale: Floats  # from a plan's predicted time to the quantile minimised by the search
+    margin: float  # the search excluded no plan nearer to the best; negative if unknown
 
     @classmethod
     def of(cls, problem: Problem, result: SearchResult, margin: float) -> _Contenders:
@@ -153,14 +152,14 @@ class _Contenders:
         return self.scale * seconds_per_sequence(estimate(problem, self.batch))
 
     def least(self, times: Floats) -> Floats:
-        """Return the least time of each kind."""
+        """Return the smallest time of each kind."""
         least_s = np.full(int(self.kinds.max()) + 1, np.inf)
         np.minimum.at(least_s, self.kinds, times)
         return least_s
 
 
 def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: float) -> Sensitivity:
-    """Elasticities of the best step, and numbers that let another plan of `result`, within `margin`, win."""
+    """Return elasticities of the best step, and changes after which another plan of `result` within `margin` wins."""
     contenders = _Contenders.of(problem, result, margin)
     now = contenders.times(problem)
     slopes, flips = {}, [*_less_memory(problem, contenders), *_more_memory(problem, space, result)]
@@ -190,8 +189,8 @@ def _flips(
         growth, kind = crossing
         flip_times = times(growth)
         winner = min(np.flatnonzero(contenders.kinds == kind), key=lambda at: float(flip_times[at]))
-        # What is left out takes at least `1 + margin` times as long as the best one now, more where the number is
-        # worse, and where it is better no less than in proportion.
+        # Excluded plans take at least `1 + margin` times as long as the current best; more if the number is worse, and
+        # if it is better, they shorten at most in proportion.
         best = float(flip_times[contenders.kinds == 0].min())
         yield Flip(
             quantity=quantity.name,
@@ -205,11 +204,11 @@ def _flips(
 def first_crossing(
     times: Callable[[float], Floats], now: Floats, slope: Floats, end: float
 ) -> tuple[float, int] | None:
-    """(growth, row): the first growth between 1 and `end` at which another row takes no longer than row 0.
+    """Return (growth, row): the first growth between 1 and `end` at which another row takes no longer than row 0.
 
-    `now` are the times at growth 1 and `slope` their growth there.  Times are sums and maxima of times that grow in
-    proportion, so that they are lines with bends: follow the lines to where the first one crosses, price there, and go
-    on from there if a bend was in between.
+    `now` are the times at growth 1 and `slope` their derivatives there.  Times are sums and maxima of terms
+    proportional to the growth, so they are piecewise linear: follow the lines to the first crossing, price there, and
+    continue if a bend was in between.
     """
     at, times_at, beyond = 1.0, now, end
     toward = math.copysign(1.0, end - 1.0)
@@ -220,7 +219,7 @@ def first_crossing(
             reach = np.where(closing > 0, np.maximum(times_at - times_at[0], 0.0) / closing, np.inf)
         target = at + toward * min(float(reach.min()), abs(beyond - at))
         at_target = times(target)
-        # Rows that come no nearer are none that cross here, however near they are.
+        # Rows that do not approach row 0 cannot cross it here, however close they are.
         behind = np.where((closing > 0) | (at_target < at_target[0]), at_target / at_target[0] - 1.0, np.inf)
         behind[0] = np.inf
         rival = int(np.argmin(behind))
@@ -240,12 +239,12 @@ def first_crossing(
 
 
 def _safe_share(problem: Problem) -> float:
-    """Return the part of a device's memory that a plan may need and fit safely."""
+    """Return the share of a device's memory up to which a plan fits safely."""
     return math.exp(RISKY_Z * problem.calibration.memory_spread)
 
 
 def _less_memory(problem: Problem, contenders: _Contenders) -> Iterator[Flip]:
-    """Yield the memory below which no plan of the best one's kind that beats the next kind fits."""
+    """Yield the memory below which no plan of the best kind fits that is still faster than the next kind."""
     best = contenders.plans[0]
     if best.verdict != "fits":
         return
@@ -261,7 +260,7 @@ def _less_memory(problem: Problem, contenders: _Contenders) -> Iterator[Flip]:
 
 
 def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterator[Flip]:
-    """Yield the plan that would win with the least additional memory, if any would."""
+    """Yield the plan that would win with the least additional memory, if any."""
     best, z = result.rivals[0], normal_z(result.certificate.quantile)
     device = problem.cluster.device
     roomy = replace(device, visible_memory_bytes=MOST_CHANGE * device.visible_memory_bytes)
@@ -272,7 +271,7 @@ def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterat
     if not better:
         return
     first = min(better, key=lambda plan: (plan.memory_bytes, pace(plan)))
-    # A search finds all plans within its margin, and keeps so many.
+    # A search finds all plans within its margin, and keeps a limited number.
     is_complete = pace(best) <= pace(with_room.rivals[0]) * (1.0 + MARGIN) and len(with_room.ranked) < KEPT
     factor = first.memory_bytes / _safe_share(problem) / problem.capacity_bytes
     is_proven = is_complete and result.certificate.quantile is None

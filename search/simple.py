@@ -1,4 +1,4 @@
-"""The simplest plan that is about as fast as the fastest one."""
+"""Choice of the simplest plan that is about as fast as the fastest one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
-# By how much a plan with fewer options may be slower: far less than the interval of any ratio of two plans.
+# How much slower a plan with fewer options may be: far less than the interval of any ratio of two plans.
 MOST_SLOWER = 0.01
-MOST_RIVALS = 4  # the best plans of other degrees that are simplified beside the fastest
+MOST_RIVALS = 4  # best plans of other degrees that are simplified in addition to the fastest
 
 
 def simplest_first(problem: Problem, space: Space, result: SearchResult) -> SearchResult:
-    """Return `result` led by the plan with the fewest options that is as safe, and at most `MOST_SLOWER` slower."""
+    """Return `result` led by the plan with the fewest options that is as safe and at most `MOST_SLOWER` slower."""
     fastest, *slower_plans = result.rivals
     slowest = pace(fastest) * (1 + MOST_SLOWER)
     near = [
@@ -46,7 +46,7 @@ def simplest_first(problem: Problem, space: Space, result: SearchResult) -> Sear
 
 
 def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float) -> tuple[int, RankedPlan]:
-    """Return (options left, plan): plain values, the cheapest first, up to `slowest` seconds a sequence."""
+    """Set options to plain values, the cheapest first, up to `slowest` seconds per sequence: (options left, plan)."""
     even = [candidate for candidate in _evened(problem, space, start) if pace(candidate) <= slowest]
     simplest = min(even, key=pace, default=start)
     for keeps_cp in (False, True):
@@ -70,7 +70,7 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
 
 
 def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[RankedPlan]:
-    """Return plans as safe as `start`, all of whose chunks have as many layers, where its own have not."""
+    """Return plans as safe as `start` with equal layers in all chunks, if its chunks are unequal."""
     plan, num_layers = start.plan, problem.model.num_layers
     if plan.layers_per_chunk is None or plan.schedule not in (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED):
         return ()
@@ -92,13 +92,13 @@ def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[Ranke
 
 
 def _plain(problem: Problem, limits: Limits, plan: ParallelPlan, *, keeps_cp: bool) -> ParallelPlan:
-    """Return the plan of the same degrees and batch with plain values of its options, where the limits have them."""
+    """Return the plan with the same degrees and batch and plain values of its options, where the limits have them."""
     axes = dict(axes_of(problem.model, plan))
     plain: dict[str, Any] = {
         axis.name: problem.framework.choice(axis.name)
         for axis in SEARCHED
         if (axis.kind is Kind.FLAG or axis.exact is not None or axis.name in ("offload", "dispatcher"))
-        and not (axis.is_monotone and axis.exact is None)  # which a search never leaves out
+        and not (axis.is_monotone and axis.exact is None)  # which a search never excludes
         and problem.framework.choice(axis.name) in limits.of(axis.name)
     }
     if "none" in limits.recomputes:
@@ -111,5 +111,5 @@ def _plain(problem: Problem, limits: Limits, plan: ParallelPlan, *, keeps_cp: bo
     if not keeps_cp and limits.admits("cp", 1) and not limits.fixes("dp_replicate", "dp_shard"):
         plain["cp"] = 1
     axes |= {name: value for name, value in plain.items() if name in axes}
-    axes.pop("layers", None)  # spread evenly, or as the framework does
+    axes.pop("layers", None)  # spread evenly, or as in the framework
     return plan_of(problem, axes)

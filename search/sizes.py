@@ -1,6 +1,6 @@
-"""Search over numbers of nodes: the best plans of each size, proven, for the objectives of a run.
+"""Search over numbers of nodes: the proven best plans of each size for the objectives of a run.
 
-A size is left out where a bound of all its plans is too slow for the run, or no better than a plan of another size.
+A size is skipped if the bound on its plans is too slow for the run, or no better than a plan of another size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NO_PROGRESS = "no progress between failures"
 
 
 def size_grid(low: int, high: int) -> tuple[int, ...]:
-    """Numbers of nodes from `low` to `high` that divide well: 4, 5, 6 or 7 times a power of two, and both ends."""
+    """Return numbers of nodes from `low` to `high` with many divisors: 4 to 7 times a power of two, and both ends."""
     sizes = {quarters * 2**octave // 4 for octave in range(high.bit_length()) for quarters in (4, 5, 6, 7)}
     return tuple(sorted({low, high, *(size for size in sizes if low <= size <= high)}))
 
@@ -57,9 +57,9 @@ class _Size:
     num_nodes: int
     problem: Problem
     space: Space
-    least: RunFigures | None  # None: no plan can fit, or a run of any plan makes no progress
+    least: RunFigures | None  # None: no plan can fit, or no plan can make progress
     costs: Costs
-    refusal: str = ""  # why a run of any plan makes no progress
+    refusal: str = ""  # why no plan can make progress
 
 
 def search_sizes(
@@ -72,11 +72,11 @@ def search_sizes(
     barred: Collection[str] = (),
     shared: Shared | None = None,
 ) -> SizeSearchResult:
-    """Find the plans of all sizes that are best in the objectives and within the limits of the run.
+    """Find the plans over all sizes that are best in the objectives and within the limits of the run.
 
-    Of one objective that is one plan, of several the exact front.  NoPlanError where no size has such a plan.  Options
-    that spaces leave out are tried except for those that are `barred` (`with_excluded_options`).  Workers of a `shared`
-    search take the sizes in the same order and share the search of each: a study a size.
+    For one objective this is one plan, for several the exact front.  Raises NoPlanError if no size has such a plan.
+    Options excluded from spaces are tried except those in `barred` (`with_excluded_options`).  Workers of a `shared`
+    search process sizes in the same order and share the search of each, with one study per size.
     """
     measures = measures_of(objectives, run)
     waiting = sorted((_bounded(nodes, make, objectives, run) for nodes in sizes), key=lambda size: size.costs)
@@ -122,19 +122,19 @@ def search_sizes(
 
 
 def _of_size(shared: Shared | None, size: _Size) -> Shared | None:
-    """Return where a size is shared: default names differ by size already."""
+    """Return the shared study of a size; default names already differ by size."""
     if shared is None or shared.name is None:
         return shared
     return replace(shared, name=f"{shared.name}-{size.num_nodes}-nodes")
 
 
 def _bounded(nodes: int, make: MakeProblem, objectives: Sequence[Objective], run: Run) -> _Size:
-    """Return a size with figures that none of its plans beats."""
+    """Return a size with lower bounds on the figures of its plans."""
     problem, space = make(nodes)
     least, costs = None, (math.inf,) * len(objectives)
     try:
         run.reliability.goodput(problem.cluster.num_devices)
-    except InputError as error:  # of this many devices: fewer may do
+    except InputError as error:  # for this many devices; fewer may make progress
         return _Size(num_nodes=nodes, problem=problem, space=space, least=least, costs=costs, refusal=str(error))
     groups, _ = space.groups(space.cells())
     if len(groups):
@@ -152,7 +152,7 @@ def _bounded(nodes: int, make: MakeProblem, objectives: Sequence[Objective], run
 
 
 def _ruled_out(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objective], run: Run) -> str:
-    """Return why a size need not be searched; blank where it must be."""
+    """Return why a size need not be searched; blank if it must be."""
     if size.refusal:
         return NO_PROGRESS
     if size.least is None:
@@ -179,12 +179,12 @@ def _outcome(size: _Size, front: Sequence[RunPlan], objectives: Sequence[Objecti
 
 
 def _is_no_worse(costs: Costs, reference: Costs) -> bool:
-    """Return whether none of the costs is above its counterpart, except for ties."""
+    """Return whether no cost is above its counterpart, apart from ties."""
     return all(cost <= reference_cost * (1 + TIE) for cost, reference_cost in zip(costs, reference, strict=True))
 
 
 def _front(plans: Iterable[RunPlan], objectives: Sequence[Objective]) -> list[RunPlan]:
-    """Return plans no other beats, best in the first objective first, that fit if any does, on the fewest nodes."""
+    """Return the undominated plans, sorted by the first objective, of the best verdict and on the fewest nodes."""
     front: list[tuple[Costs, RunPlan]] = []
     plans = list(plans)
     safe = [plan for plan in plans if plan.plan.verdict == "fits"] or plans
@@ -203,7 +203,7 @@ def _rounded(costs: Costs) -> tuple[float, ...]:
 def _why_none(
     sizes: Sequence[_Size], results: dict[int, SearchResult], outcomes: Sequence[SizeOutcome], run: Run
 ) -> str:
-    """Say why no size has a plan for the run, and the way out."""
+    """Explain why no size has a plan for the run, with the way out."""
     if slow := [outcome for outcome in outcomes if outcome.why == TOO_SLOW]:
         return _why_slow(slow, run)
     if all(size.refusal for size in sizes):

@@ -1,4 +1,4 @@
-"""Legal plans of a problem in two levels: cells of degrees, and the plans inside them."""
+"""Legal plans of a problem on two levels: cells of degrees, and the plans inside them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autoplan.spec.plan import (
 )
 from autoplan.spec.workload import Workload
 
-# What varies inside a cell, level by level.
+# Axes that vary inside a cell, level by level.
 _MONOTONE = tuple(axis for axis in SEARCHED if axis.is_monotone)
 _GROUP_WORDS = tuple(
     axis for axis in SEARCHED if axis.name not in ("sharding", "offload", "schedule") and not axis.is_monotone
@@ -41,11 +41,11 @@ _REPEATS = ("recompute", "recompute_modules", "recompute_num_layers")
 _KIND = ("sharding", *_REPEATS, "offload")
 _INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
 _DEGREES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard")
-# What is known of the plans of a group, and of a kind, so that rules which look at nothing else can be asked.  Overlap
-# switches may depend on the schedule.
+# Axes known for a group and for a kind, so that rules that depend only on these can be evaluated.  Overlap switches may
+# depend on the schedule.
 _KNOWN_OF_GROUP = frozenset((*_DEGREES, *_GROUP, "sp", "precision"))
 _STATES = frozenset(("sharding", "offload"))
-_ALONE = (("zero1", "optimizer"), ("zero3", "parameters"))  # what the host takes of states that have no copies
+_ALONE = (("zero1", "optimizer"), ("zero3", "parameters"))  # offload choices for states without replicas
 _KNOWN_OF_STATES = _STATES | {*_DEGREES, "sp", "precision"}
 _KNOWN_OF_MONOTONE = _STATES | {"precision", "grad_dtype", *(axis.name for axis in _MONOTONE)}
 _KNOWN_OF_KIND = (
@@ -54,13 +54,13 @@ _KNOWN_OF_KIND = (
 
 _PLAIN = tuple(axis for axis in COLUMNS if axis.name not in (*_DEGREES, *_GROUP))
 
-# The schedules that exist with one chunk a rank, with two that form a V, and with any number.
+# Schedules with one chunk per rank, with two chunks in a V, and with any number.
 _ONE_CHUNK, _TWO_CHUNKS, _MANY_CHUNKS = ("1f1b", "gpipe", "zb-h1"), ("zb-v", "dualpipe-v"), ("interleaved",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Cell:
-    """The degrees that decide who communicates with whom; everything else varies inside a cell."""
+    """The degrees, which define the process groups; everything else varies inside a cell."""
 
     pp: int
     tp: int
@@ -78,9 +78,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inside:
-    """The plans that a kind holds: every layout of the layers and, in kinds that repeat some of them, how many.
+    """Plans inside a kind: every layout and, if the kind recomputes some layers, every number of them.
 
-    An element a plan.  All kinds on this many stages that repeat none, some or all layers hold the same.
+    One element per plan.  Kinds on the same number of stages that recompute no, some or all layers share their
+    `Inside`.
     """
 
     layouts: tuple[tuple[int, ...], ...]
@@ -96,22 +97,22 @@ class Inside:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Space:
-    """The plans of one workload that obey the limits and the rules; every plan uses all devices.
+    """Plans of one workload that obey the limits and the rules; every plan uses all devices.
 
-    A cell holds *groups*, plans of one batch and micro-batch; a group holds *kinds*, plans of one sharding and
-    recomputation; a kind holds a plan for every layout of the layers and every number of them that it may repeat.
+    A cell contains *groups*, plans with one batch and micro-batch; a group contains *kinds*, plans with one sharding
+    and recomputation; a kind contains a plan for every layout and every number of recomputed layers.
     """
 
     workload: Workload
     limits: Limits
     rules: tuple[Rule, ...]
     placement: tuple[str, ...] | None = None  # of all plans
-    # What was worked out already.
+    # Cached results.
     _insides: dict[tuple[int, int], Inside] = field(default_factory=dict, init=False, compare=False, repr=False)
     _choices: dict[int, Ints] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def describe(self) -> tuple[str, ...]:
-        """Describe what the space leaves out, for the certificate: the limits and what is derived from them."""
+        """Describe the exclusions of the space for the certificate: the limits and their consequences."""
         limits, parts = self.limits, []
         batches = limits.global_batches
         if len(batches) > 1:
@@ -133,34 +134,34 @@ class Space:
         return tuple(parts)
 
     def cells(self) -> tuple[Cell, ...]:
-        """Ways to factor the devices into degrees, ordered by stages so that neighbours are priced together."""
+        """Factorisations of the devices into degrees, ordered by stages so that neighbours are priced together."""
         return tuple(sorted(self._cells()))
 
     def size(self, cells: Iterable[Cell]) -> int:
-        """Number of plans that `cells` hold, before the framework's rules."""
+        """Number of plans in `cells`, before the framework's rules."""
         return sum(self._size(cell) for cell in cells)
 
     def kinds_of_group(self, cell: Cell) -> int:
-        """Number of kinds that each group of a cell holds."""
+        """Number of kinds in each group of a cell."""
         return len(self._states(cell)) * len(self._repeats(cell.pp))
 
     def groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
-        """(the groups of `cells` that may be legal, for each the index of its cell).
+        """Return (groups of `cells` that may be legal, the index of each one's cell).
 
-        What varies inside a group has its plain value.
+        Axes that vary inside a group have their plain values.
         """
         groups, owner = self._groups(cells)
         lawful = legal_so_far(self.rules, self.workload, groups, _KNOWN_OF_GROUP)
         return groups.take(lawful), owner[lawful]
 
     def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
-        """(the kinds of `groups` that may be legal, for each the index of its group): least layers repeated."""
+        """Return (kinds of `groups` that may be legal, each one's group), with the fewest recomputed layers."""
         kinds, of_group = self._kinds(cells, groups, owner)
         lawful = legal_so_far(self.rules, self.workload, kinds, _KNOWN_OF_KIND)
         return kinds.take(lawful), of_group[lawful]
 
     def inside(self, pp: int, number: int) -> Inside:
-        """Return the plans that kinds on this many stages hold whose `recompute_num_layers` is `number`."""
+        """Return the contents of kinds on this many stages whose `recompute_num_layers` is `number`."""
         if (pp, number) not in self._insides:
             layouts_here = self.layouts_on(pp)
             layouts = tuple(dict.fromkeys(layers for *_, layers in layouts_here))
@@ -168,7 +169,7 @@ class Space:
             columns = np.array([(vp, schedule, index[layers]) for vp, schedule, layers in layouts_here], dtype=np.int64)
             longest = np.array([max(layers) for *_, layers in layouts_here], dtype=np.int64)
             numbers = np.array(self.limits.repeat_numbers if 0 < number < ALL_LAYERS else (number,), dtype=np.int64)
-            # A number of layers that is no less than those of a chunk is the same plan as all of them.
+            # Recomputing at least as many layers as a chunk has is the same plan as recomputing all.
             row, column = np.nonzero((numbers == ALL_LAYERS) | (numbers < longest[:, None]))
             vp, schedule, layout = columns.reshape(-1, 3)[row].T
             self._insides[pp, number] = Inside(
@@ -177,7 +178,7 @@ class Space:
         return self._insides[pp, number]
 
     def plans_of(self, kinds: PlanBatch, inside: Inside, kind: Ints, plan: Ints) -> PlanBatch:
-        """The plans at the indices `plan` of what the kinds at the indices `kind` hold; the rules are not asked."""
+        """Return the plans at the indices `plan` inside the kinds at the indices `kind`, without checking rules."""
         columns = {name: getattr(inside, name)[plan] for name in _INSIDE}
         plans = replace(replace(kinds, layouts=inside.layouts).take(kind), **columns)
         if self.limits.split_schedules_overlap:
@@ -187,7 +188,7 @@ class Space:
         return replace(plans, grad_reduce_overlap=reduces, param_gather_overlap=gathers)
 
     def alike(self, kinds: PlanBatch) -> Iterator[tuple[Inside, Ints]]:
-        """(what some kinds hold, their indices): all kinds, those together that hold the same."""
+        """Yield (contents, indices of the kinds with these contents) for all kinds."""
         first, group_of = kinds.distinct("pp", "recompute_num_layers")
         for at, example in enumerate(first):
             yield (
@@ -196,7 +197,7 @@ class Space:
             )
 
     def plans_in(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
-        """(all plans of all kinds, for each the index of its kind); the rules are not asked yet."""
+        """Return (all plans of all kinds, the index of each one's kind), without checking rules."""
         parts, owners = [kinds.take(np.empty(0, dtype=np.int64))], [np.empty(0, dtype=np.int64)]
         for inside, kinds_alike in self.alike(kinds):
             owner = np.repeat(kinds_alike, len(inside))
@@ -212,7 +213,7 @@ class Space:
         degrees = {axis: np.array([getattr(cell, axis) for cell in cells], dtype=np.int64)[owner] for axis in _DEGREES}
         chosen = dict(zip(_GROUP, values.T, strict=True))
         zeros, off = np.zeros(len(owner), dtype=np.int64), np.zeros(len(owner), dtype=np.bool_)
-        # Of monotone axes the value that takes least, so that bounds of groups hold.
+        # Monotone axes have the value with the smallest costs, so that bounds of groups hold.
         least = {axis.name: self.limits.of(axis.name)[-1] for axis in _MONOTONE}
         plain = {
             axis.name: (zeros + axis.code(least.get(axis.name, axis.default))).astype(column_type(axis))
@@ -248,13 +249,13 @@ class Space:
         return self._at_least(kinds), group
 
     def _at_least(self, kinds: PlanBatch) -> PlanBatch:
-        """The kinds with the last value of every monotone axis that they admit, the first where they admit none."""
+        """Return the kinds with the last legal value of every monotone axis, or its first value."""
         free = [axis for axis in _MONOTONE if len(self.limits.of(axis.name)) > 1]
         if not free or not len(kinds):
             return kinds
         first, kind_of = kinds.distinct("sharding", "offload", "grad_dtype")
         states = kinds.take(first)
-        # All begin with their first values: what one of them needs of another is not turned down for its last.
+        # All axes begin with their first values, so that a dependency on another axis does not exclude a value.
         chosen: dict[str, Any] = {
             axis.name: np.full(len(states), axis.code(self.limits.of(axis.name)[0]), dtype=column_type(axis))
             for axis in free
@@ -265,7 +266,7 @@ class Space:
                 tried = _with_columns(states, chosen | {axis.name: code})
                 lawful = legal_so_far(self.rules, self.workload, tried, _KNOWN_OF_MONOTONE)
                 chosen[axis.name] = np.where(lawful, code, chosen[axis.name])
-        # Values of which each needs another are admitted together alone.
+        # Values that depend on each other are accepted only together.
         last: dict[str, Any] = {
             axis.name: np.full_like(chosen[axis.name], axis.code(self.limits.of(axis.name)[-1])) for axis in free
         }
@@ -275,7 +276,7 @@ class Space:
         return _with_columns(kinds, {name: values[kind_of] for name, values in chosen.items()})
 
     def extremes(self, groups: PlanBatch) -> tuple[PlanBatch, PlanBatch, Ints]:
-        """(plainest kind and leanest states of every group and choice of recomputation, the index of its group)."""
+        """Return (plainest kinds, leanest states, index of each one's group) for every choice of recomputation."""
         stages, at = np.unique(groups.pp, return_inverse=True)
         group, values = _expanded(at, [self._repeats(int(pp)) for pp in stages], len(_REPEATS))
         plain = replace(groups.take(group), **dict(zip(_REPEATS, values.T, strict=True)))
@@ -283,7 +284,7 @@ class Space:
         return plain, replace(plain, sharding=sharding[group], offload=offload[group]), group
 
     def _leanest_states(self, groups: PlanBatch) -> tuple[Ints, Ints]:
-        """(the sharding, the offload) of each group that need least memory, of those that may be legal."""
+        """Return (sharding, offload) with the least memory for each group, among those that may be legal."""
         first, degrees_of = groups.distinct(*_DEGREES)
         distinct = groups.take(first)
         sharding, offload = np.zeros_like(first), np.zeros_like(first)
@@ -298,13 +299,13 @@ class Space:
         return sharding[degrees_of], offload[degrees_of]
 
     def plans(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
-        """(the legal plans of `cells`, for each the index of its cell); the plans of one cell stand together."""
+        """Return (legal plans of `cells`, the index of each one's cell); plans of one cell are consecutive."""
         batch, owner = self._candidates(cells)
         lawful = legal(self.rules, self.workload, batch)
         return batch.take(lawful), owner[lawful]
 
     def blocks(self, cells: Iterable[Cell], most_plans: int) -> Iterator[tuple[Cell, ...]]:
-        """`cells` in order, in groups of about `most_plans` candidates (a single cell may hold more)."""
+        """Yield `cells` in order, in groups of about `most_plans` candidates (a single cell may have more)."""
         block: list[Cell] = []
         num_plans = 0
         for cell in cells:
@@ -318,7 +319,7 @@ class Space:
             yield tuple(block)
 
     def candidates(self, cells: Sequence[Cell]) -> PlanBatch:
-        """The plans of `cells` before the framework's rules; for messages that explain why none is left."""
+        """Return the plans of `cells` before the framework's rules, to explain why none is legal."""
         return self._candidates(cells)[0]
 
     def _cells(self) -> Iterator[Cell]:
@@ -343,7 +344,7 @@ class Space:
                             )
 
     def _replicates(self, tp: int, cp: int, dp: int) -> Iterator[int]:
-        """Copies of the shard group: one, or so many that a group fills a link domain, or what the user fixed."""
+        """Numbers of shard-group replicas: one, as many as make a group fill a link domain, or the fixed number."""
         limits = self.limits
         free = limits.fixes("dp_replicate", "dp_shard")
         for replicate in divisors(dp):
@@ -357,7 +358,7 @@ class Space:
                 yield replicate
 
     def expert_degrees(self, tp: int, stage: int, replicate: int) -> Iterator[tuple[int, int]]:
-        """(ep, etp): experts divide over ep; each is whole or split like the other matrices unless etp is fixed."""
+        """Yield (ep, etp): experts divide over ep; each is whole or split like other matrices unless etp is fixed."""
         limits, moe = self.limits, self.workload.model.moe
         if moe is None:
             if limits.admits("ep", 1) and limits.admits("etp", 1):
@@ -366,7 +367,7 @@ class Space:
         etps = divisors(stage) if limits.fixes("etp") else sorted({1, tp})
         for ep in divisors(math.gcd(moe.num_experts, stage)):
             for etp in etps:
-                # Copies of the shard group hold whole expert groups.
+                # Each shard-group replica contains whole expert groups.
                 lawful = stage % (ep * etp * replicate) == 0
                 if lawful and limits.admits("ep", ep) and limits.admits("etp", etp):
                     yield ep, etp
@@ -384,8 +385,8 @@ class Space:
         limits = self.limits
         copies = AXIS["sharding"].needs.are_met(cell, **parts_of(self.workload.model))
         replicates = cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard")
-        # Without copies of a parameter sharding changes nothing, but that the host takes sharded optimizers only;
-        # without sharding the split of dp changes nothing.
+        # Without replicas of a parameter sharding has no effect, except that offload requires a sharded optimizer;
+        # without sharding the split of dp has no effect.
         rows = [
             (AXIS["sharding"].code(sharding), AXIS["offload"].code(offload))
             for sharding in limits.of("sharding")
@@ -396,15 +397,15 @@ class Space:
         return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
     def _repeats(self, pp: int) -> Ints:
-        """Choices of recomputation except for the number of layers: shape (choices, 3).
+        """Choices of recomputation without the number of layers: shape (choices, 3).
 
-        Those of a number of layers stand with the least.
+        Choices with a number of layers have the smallest number.
         """
         if pp not in self._choices:
             longest = max((max(layers) for *_, layers in self.layouts_on(pp)), default=0)
             kinds: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
             for choice in sorted(map(_recompute, self.limits.recomputes), key=lambda fields: fields[2]):
-                # So many layers as the longest chunk has are all of them.
+                # As many layers as the longest chunk has are all layers.
                 if choice[2] == ALL_LAYERS or choice[2] < longest:
                     kinds.setdefault((choice[0], choice[1], choice[2] == ALL_LAYERS), choice)
             self._choices[pp] = np.array(list(kinds.values()), dtype=np.int64).reshape(-1, 3)
@@ -416,16 +417,16 @@ class Space:
         return np.column_stack([rows[:, 0], np.tile(repeats, (len(states), 1)), rows[:, 1]])
 
     def layouts_on(self, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-        """(chunks of a rank, schedule, layers of every chunk) of the layouts on this many stages."""
+        """Return (chunks per rank, schedule, layers of every chunk) of the layouts on this many stages."""
         return _layouts(self.limits, self.workload.model, pp)
 
     def _size(self, cell: Cell) -> int:
-        """Plans of a cell, those left out in which a number of layers means all of a chunk's."""
+        """Number of plans in a cell, without those whose number of recomputed layers covers whole chunks."""
         of_states = sum(len(self.inside(cell.pp, number)) for *_, number in self._repeats(cell.pp).tolist())
         return len(self._group_rows(cell)) * len(self._states(cell)) * of_states
 
     def _sequence_parallel(self, tp: Ints, cp: Ints) -> Bools:
-        """Return whether a rank's tokens divide over its tensor-parallel group; tp = 3 rarely divides them."""
+        """Return whether a rank's tokens divide over its tensor-parallel group, which they rarely do for tp = 3."""
         divides = self.workload.training.seq_len // cp % tp == 0
         return (tp > 1) & divides & self.limits.sequence_parallel
 
@@ -437,12 +438,12 @@ class Space:
 
 
 def _with_columns(batch: PlanBatch, columns: Mapping[str, Ints | Bools]) -> PlanBatch:
-    """The batch with other values of some axes."""
+    """Return the batch with other values of some axes."""
     return replace(batch, **columns)  # type: ignore[arg-type]
 
 
 def _expanded(columns: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, Ints]:
-    """(for each row the index into `columns`, the rows of its table): every element of `columns` names a table."""
+    """Return (index into `columns` of each row, rows of its table); every element of `columns` refers to a table."""
     sizes = np.array([len(table) for table in tables], dtype=np.int64)
     starts = np.cumsum(sizes) - sizes
     rows = np.concatenate([np.reshape(table, (-1, width)) for table in tables] or [np.empty((0, width), np.int64)])
@@ -454,10 +455,10 @@ def _expanded(columns: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, 
 
 @lru_cache(maxsize=4096)
 def chunk_counts(num_layers: int, pp: int, *, is_uneven: bool = False) -> tuple[int, ...]:
-    """Interleaving degrees to consider: those that divide the layers of a rank, or all where stages may be uneven.
+    """Return interleaving degrees to search: divisors of a rank's layers, or all if stages may be uneven.
 
-    The layers of a rank are rounded up, and up once more with embedding and head counted as layers, as in Llama 3
-    405B: 126 layers on 16 ranks are 8 a rank, and 8 chunks of which the first and the last have no layer.
+    The layers per rank are rounded up, also with embedding and head counted as layers, as in Llama 3 405B: 126 layers
+    on 16 ranks give 8 per rank and 8 chunks, of which the first and the last have no layer.
     """
     if pp == 1:
         return (1,)
@@ -471,10 +472,10 @@ def chunk_counts(num_layers: int, pp: int, *, is_uneven: bool = False) -> tuple[
 def layouts(
     num_layers: int, pp: int, vp: int, num_mtp_layers: int = 0, fewer_at_ends: int = 1
 ) -> tuple[tuple[int, ...], ...]:
-    """Layers of every chunk: spread evenly, and with what stands beside them counted as layers.
+    """Return layers per chunk: spread evenly, and with embedding and head counted as layers.
 
-    The head counts as one layer, or as one and the prediction layers before it; the embedding as none or one; or each
-    as up to `fewer_at_ends`.  Only an end may be without a layer, and every rank has one.
+    The head counts as one layer, or as one plus the prediction layers before it; the embedding as none or one; or each
+    as up to `fewer_at_ends`.  Only the end chunks may be without layers, and every rank has a layer.
     """
     chunks = pp * vp
     chunkings = [even_chunks(num_layers, chunks)]
@@ -485,7 +486,7 @@ def layouts(
                 chunkings.append((even[0] - before, *even[1:-1], even[-1] - behind))
 
     def usable(layout: tuple[int, ...]) -> bool:
-        # Ranks of several chunks have one that is no end.
+        # Ranks with several chunks have one that is not an end.
         return min(layout) >= 0 and all(layout if vp == 1 else layout[1:-1])
 
     return tuple(dict.fromkeys(layout for layout in chunkings if usable(layout)))
@@ -520,7 +521,7 @@ def _layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int,
 
 
 def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:
-    """Schedules that exist on this many stages with this many chunks; one stage has no pipeline, written as 1F1B."""
+    """Return the schedules for this many stages and chunks; a single stage has no pipeline and uses 1F1B."""
     if pp == 1:
         exist: tuple[str, ...] = ("1f1b",)
     elif vp == 1:
@@ -531,6 +532,6 @@ def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:
 
 
 def _recompute(text: str) -> tuple[int, int, int]:
-    """The three columns that hold a choice of recomputation."""
+    """Return the three columns of a choice of recomputation."""
     plan = ParallelPlan(global_batch=1, **parse_recompute(text))  # type: ignore[arg-type]
     return Recompute(plan.recompute).code, module_bits(plan), repeated_layers(plan)

@@ -1,4 +1,4 @@
-"""Storage of searches: Optuna's storages by URL, and a study that is joined only by those who ask the same."""
+"""Storage of searches: Optuna storages by URL, and studies that only identical searches can join."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from autoplan.search.damage import DAMAGE
 from autoplan.search.space import Space
 from autoplan.spec.problem import Problem
 
-IDENTITY = "autoplan"  # the attribute of a study that says what it is about
-IDENTITY_PATIENCE_S = 5.0  # its maker writes that attribute right after the study
-BUSY_TIMEOUT_S = 60.0  # of SQLite: how long a worker waits for the others to write
+IDENTITY = "autoplan"  # study attribute that identifies the search
+IDENTITY_PATIENCE_S = 5.0  # the creator writes that attribute right after the study
+BUSY_TIMEOUT_S = 60.0  # SQLite: how long a worker waits for other writers
 GRPC_TIMEOUT_S = 10.0
 MOST_OPENINGS, OPENING_PAUSE_S = 5, 0.3
-# Whose errors are those of a storage; of json, in a journal that was damaged.
+# Modules whose errors are storage errors; json for a damaged journal.
 _LIBRARIES = ("alembic", "grpc", "json", "optuna", "psycopg", "sqlalchemy")
-_JOURNAL_STARTS = b'{"op_code":'  # with what Optuna begins each line
+_JOURNAL_STARTS = b'{"op_code":'  # beginning of each line by Optuna
 _NAME = re.compile(r"[\w.-]{1,100}", re.ASCII)
 _GRPC = re.compile(r"grpc://(?P<host>[\w.-]+):(?P<port>[0-9]{1,5})")
 
 
 @contextmanager
 def opened(url: str | None) -> Iterator[BaseStorage]:
-    """Open memory (None), a journal file, a proxy's grpc://host:port or a database; errors tell no password."""
+    """Open memory (None), a journal file, a proxy's grpc://host:port or a database; errors contain no password."""
     with _one_line_errors(url):
         storage = _open(url)
         try:
@@ -77,10 +77,10 @@ def _open(url: str | None) -> BaseStorage:
 
 
 def _journal(path: str) -> JournalStorage:
-    """Open a journal, cutting a last line that a full disk or lost power left open: it would spoil the next."""
+    """Open a journal and truncate an incomplete last line (full disk, power loss), which would corrupt the next."""
     lock = JournalFileSymlinkLock(path)
     backend = JournalFileBackend(path, lock_obj=lock)
-    lock.acquire()  # nobody writes
+    lock.acquire()  # no other writer
     try:
         content = Path(path).read_bytes()
         if content and not content.startswith(_JOURNAL_STARTS):
@@ -96,7 +96,7 @@ def _journal(path: str) -> JournalStorage:
 
 
 def _database(url: str, options: dict[str, Any]) -> RDBStorage:
-    """Open a database; of workers that start together and make its tables all but one have to try again."""
+    """Open a database; if several workers create its tables at once, all but one have to retry."""
     from sqlalchemy.exc import DBAPIError
 
     for _ in range(MOST_OPENINGS - 1):
@@ -107,7 +107,7 @@ def _database(url: str, options: dict[str, Any]) -> RDBStorage:
 
 
 def _sqlite(url: str) -> RDBStorage:
-    """Open SQLite so that it locks the file before a claim reads a trial and writes it, or two may have it."""
+    """Open SQLite so that it locks the file before a claim reads and writes a trial; otherwise two may claim it."""
     from sqlalchemy import event
 
     storage = _database(url, {"connect_args": {"timeout": BUSY_TIMEOUT_S}})
@@ -118,7 +118,7 @@ def _sqlite(url: str) -> RDBStorage:
 
 
 def _use_wal(connection: sqlite3.Connection, _: object) -> None:
-    """Begin no transactions in the driver, and lose none when a process is killed."""
+    """Disable implicit transactions of the driver, and lose none when a process is killed."""
     connection.isolation_level = None
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = NORMAL")
@@ -140,7 +140,7 @@ def _one_line_errors(url: str | None) -> Iterator[None]:
 
 
 def _without_secret(text: str, url: str) -> str:
-    """Return an error's text without the password of the URL that it may quote."""
+    """Return an error's text without the password of a quoted URL."""
     secret = re.search(r"://[^/@]*:([^/@]*)@", url)
     for variant in {secret[1], unquote(secret[1])} if secret else ():
         text = text.replace(variant, "***") if variant else text
@@ -148,7 +148,7 @@ def _without_secret(text: str, url: str) -> str:
 
 
 def join_study(storage: BaseStorage, name: str | None, identity: Mapping[str, str]) -> tuple[optuna.Study, bool]:
-    """Return the study and whether it was made here; one that is about something else is refused."""
+    """Return the study and whether it was created here; raise InputError if it belongs to a different search."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if name is not None and not _NAME.fullmatch(name):
         raise InputError(f"--study {name!r}: write at most 100 letters, digits, '.', '_' and '-'")
@@ -179,7 +179,7 @@ def _check_same(study: optuna.Study, identity: Mapping[str, str]) -> None:
 
 
 def identity(problem: Problem, space: Space, **more: object) -> dict[str, str]:
-    """Return what a study is about: a few words for people, and a hash of all that its answer depends on."""
+    """Return the identity of a search: a short description and a hash of everything that determines its answer."""
     return {
         "version": __version__,
         "model": problem.model.name,
@@ -200,11 +200,11 @@ def fingerprint(value: object) -> str:
 
 def _parts(value: object) -> Iterator[bytes]:
     yield type(value).__name__.encode()
-    if isinstance(value, Rule):  # its functions cannot be hashed, the place in the framework's source can
+    if isinstance(value, Rule):  # its functions cannot be hashed, but the place in the framework's source can
         yield value.source.encode()
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            if field.init and field.compare:  # the others follow from these, or remember what was asked for
+            if field.init and field.compare:  # the others are derived or caches
                 yield field.name.encode()
                 yield from _parts(getattr(value, field.name))
     elif isinstance(value, Mapping):
@@ -217,7 +217,7 @@ def _parts(value: object) -> Iterator[bytes]:
             yield from _parts(item)
     elif isinstance(value, set | frozenset):
         yield repr(sorted(value, key=repr)).encode()
-    elif hasattr(value, "__qualname__"):  # a function, such as a framework's way to cut the layers
+    elif hasattr(value, "__qualname__"):  # a function, such as a framework's split of the layers
         yield f"{value.__module__}.{value.__qualname__}".encode()
     elif isinstance(value, np.ndarray):
         yield repr((value.shape, value.dtype.str)).encode()

@@ -26,7 +26,7 @@ class Pipelines:
 
     @property
     def round(self) -> int:
-        """Micro-batches of which a replica takes a multiple: interleaved pipelines work in rounds of their stages."""
+        """Number of micro-batches per round: interleaved pipelines need a multiple of their stages."""
         return len(self.places) if self.vp > 1 else 1
 
     @property
@@ -37,7 +37,7 @@ class Pipelines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """Replicas of one or more kinds, and the axes that hold for all of them (`MixedPlan.common`)."""
+    """Replicas of one or more kinds, and their common axes (`MixedPlan.common`)."""
 
     kinds: tuple[Pipelines, ...]
     micro_batches: tuple[int, ...]  # of every kind
@@ -45,7 +45,7 @@ class Structure:
 
 
 def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Orders in which a pipeline visits parts: most memory first, as early stages keep more, and of two the reverse."""
+    """Yield orders of parts in a pipeline: most memory first, as early stages store more; of two also the reverse."""
     memory = {part: problem.cluster.parts[part].device.visible_memory_bytes for part in parts}
     order = tuple(sorted(parts, key=lambda part: (-memory[part], part)))
     yield order
@@ -56,7 +56,7 @@ def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, .
 def pipelines(
     problem: MixedProblem, parts: Sequence[int], most_replicas: int, degrees: Mapping[int, Sequence[int]], cp: int = 1
 ) -> tuple[Pipelines, ...]:
-    """Ways to form equal pipelines from nearly all devices of `parts`, by their tp `degrees` and one `cp`."""
+    """Yield ways to form equal pipelines from nearly all devices of `parts`, with tp `degrees` and one `cp`."""
     size = {part: problem.cluster.parts[part].num_devices for part in parts}
     deepest = min(problem.model.num_layers, MAX_STAGES)
     kinds = []
@@ -79,13 +79,13 @@ def pipelines(
 
 
 def groupings(parts: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Ways to put some of the parts into groups: those of one group form pipelines, others are idle."""
+    """Yield ways to divide parts into groups: each group forms its own pipelines, the remaining parts are idle."""
     if not parts:
         yield ()
         return
     first, later = parts[0], parts[1:]
     for grouping in groupings(later):
-        yield grouping  # the first is idle
+        yield grouping  # the first group is idle
         yield ((first,), *grouping)
         for at, group in enumerate(grouping):
             yield (*grouping[:at], (first, *group), *grouping[at + 1 :])

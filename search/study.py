@@ -1,6 +1,6 @@
-"""Best-first search for the fastest plan, or for the plans that no other one beats in several measures.
+"""Best-first search for the fastest plan, or for the Pareto front in several measures.
 
-Cells are priced in the order of their bounds, round by round, until what was found rules out all others.
+Cells are priced in the order of their bounds, round by round, until the results rule out all others.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from autoplan.spec.search_result import Certificate, RankedPlan, SearchResult
 if TYPE_CHECKING:
     from autoplan.search.ledger import Ledger
 
-MARGIN = 0.05  # plans so much slower than the best are found too, all of them
-FIRST_KINDS, GROWTH = 128, 8  # of the first round, few until there is a plan to beat; of the next over all before
-ROUND_BLOCKS = 8  # of a round, which workers share: what one block finds helps the next round, not the next block
-GRACE_S = 8.0  # a worker that showed no sign of life for so long is taken for dead
+MARGIN = 0.05  # all plans up to this much slower than the best are found, too
+FIRST_KINDS, GROWTH = 128, 8  # few kinds until there is a plan to beat; next round relative to all before
+ROUND_BLOCKS = 8  # blocks per round, shared by workers; a block's results are used from the next round on
+GRACE_S = 8.0  # without a heartbeat for this long a worker counts as dead
 
 Progress = Callable[[int, int], None]  # cells done, cells in all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
-    """A search that other workers may join, kept at `url` as `search.storage.opened` reads it."""
+    """A search that other workers may join, stored at `url` (see `search.storage.opened`)."""
 
     url: str
-    name: str | None = None  # None: after the problem, so that all who ask the same join
+    name: str | None = None  # None: derived from the problem, so that identical searches join
     grace_s: float = GRACE_S
 
 
@@ -58,15 +58,15 @@ def search(
     shared: Shared | None = None,
     sampling: Sampling | None = None,
 ) -> SearchResult:
-    """Find the best plans of `space` in the measures, proven to be the best.
+    """Find the proven best plans of `space` in the measures.
 
-    In the time alone these are all plans within `margin` of the fastest; in other measures the plans that no other one
-    beats in every measure, the best in the first one first.
+    With time as the only measure these are all plans within `margin` of the fastest; otherwise the Pareto front, sorted
+    by the first measure.
 
-    Plans that fit are ranked; where none does, those that may run out of memory; where there are none of these either
-    the result names the plan that is least too large.  An empty space gives an empty result.  A `shared` search is
-    shared by all workers that join it, at whatever time, and has the same result for each of them.  With `sampling`
-    the result is the best of the cells that a sampler proposed, and what the bounds leave open.
+    Plans that fit are ranked; if there are none, plans that may run out of memory; if there are none of these either,
+    the result has the plan nearest to fitting.  An empty space gives an empty result.  Workers may join a `shared`
+    search at any time and all get the same result.  With `sampling` the result is the best of the cells proposed by a
+    sampler, with the gap that the bounds leave open.
     """
     frontier = Frontier.of(problem, space, measures)
     run = _Search(frontier, margin, progress)
@@ -88,7 +88,7 @@ def search(
 
 @contextmanager
 def _joined(frontier: Frontier, shared: Shared | None, **about: object) -> Iterator[Ledger]:
-    """Join the study of a problem, which only those join who ask for the same; in memory where not `shared`."""
+    """Join the study of a problem, in memory if not `shared`; only identical searches can join."""
     from autoplan.search.ledger import Ledger
     from autoplan.search.storage import identity, join_study, opened
 
@@ -114,7 +114,7 @@ class _Search:
         self._known: dict[tuple[int, int], Incumbents] = {}
 
     def best_first(self, rounds: LocalRounds | Ledger) -> Findings:
-        """Price cells in the order of their bounds until what was found rules out the others."""
+        """Price cells in the order of their bounds until the results rule out the others."""
         findings = Findings(self._no_incumbents())
 
         def next_round(results: list[BlockResult]) -> tuple[Block, ...]:
@@ -142,7 +142,7 @@ class _Search:
         return findings
 
     def sample(self, ledger: Ledger, sampling: Sampling) -> Findings:
-        """Price the cells that a sampler proposes, each for itself."""
+        """Price the cells proposed by a sampler, each independently."""
         frontier = self._frontier
         usable = frontier.usable(FITS)
         bound_of_cell = frontier.cell_bounds(frontier.owner[usable], frontier.bounds[usable])[:, 0]
@@ -165,7 +165,7 @@ class _Search:
         return NearBest(self._margin) if measures == ("time",) else Front(len(measures))
 
     def _candidate_findings(self, verdict: int) -> Findings:
-        """Return the candidates to beat: the best of their cells perhaps, and priced again where they stand."""
+        """Return the candidates to beat; they may be the best of their cells, and are priced again there."""
         if verdict not in self._candidates:
             findings = Findings(self._no_incumbents())
             price_candidates(self._frontier, verdict, findings)
@@ -174,7 +174,7 @@ class _Search:
         return self._candidates[verdict]
 
     def _open(self, verdict: int) -> OpenKinds:
-        """Return the kinds that the candidates leave open."""
+        """Return the kinds that the candidates do not rule out."""
         if verdict not in self._open_kinds:
             incumbents = self._candidate_findings(verdict).incumbents
             groups = self._frontier.usable(verdict, incumbents)
@@ -192,7 +192,7 @@ class _Search:
         return findings
 
     def _incumbents_before(self, block: Block, rounds: LocalRounds | Ledger) -> Incumbents:
-        """Return what was known when the round of a block began: a block must not depend on what was found since."""
+        """Return the incumbents at the start of a block's round; a block must not depend on later results."""
         key = block.verdict, block.round
         if key not in self._known:
             before = [
@@ -204,7 +204,7 @@ class _Search:
         return self._known[key].emptied()
 
     def _skip_rest(self, open_kinds: OpenKinds, incumbents: Incumbents) -> None:
-        """Remember the least bound of the kinds that were not priced."""
+        """Record the smallest bound of the kinds that were not priced."""
         incumbents.skip(open_kinds.bounds[incumbents.rules_out(open_kinds.bounds)])
         incumbents.skip(np.full((1, len(self._frontier.measures)), open_kinds.least_skipped))
 
@@ -212,7 +212,7 @@ class _Search:
 def _next_round(
     open_kinds: OpenKinds, incumbents: Incumbents, priced: Collection[int], number: int
 ) -> tuple[Block, ...]:
-    """Return the best cells that are not ruled out: more with every round, in blocks of about `BLOCK_KINDS` kinds."""
+    """Return the best open cells, more in every round, in blocks of about `BLOCK_KINDS` kinds."""
     num_left = open_kinds.count(np.flatnonzero(~incumbents.rules_out(open_kinds.bounds)))
     done = int(open_kinds.count()[list(priced)].sum())
     num_left[list(priced)] = 0
@@ -238,7 +238,7 @@ def _result(frontier: Frontier, findings: Findings) -> SearchResult:
     is_front = not isinstance(incumbents, NearBest)
     least_left, proven = None, bool(plans)
     if isinstance(incumbents, NearBest):
-        # All those that the bounds leave none out of.
+        # All cells whose plans are completely known by the bounds.
         plans = tuple(plan for plan in plans if plan.step_s / plan.plan.global_batch <= incumbents.bar)
         skipped = incumbents.least_skipped
         least_left = skipped / incumbents.best if plans and math.isfinite(skipped) else None

@@ -1,10 +1,10 @@
-"""Surrogate model of the steps of plans that were not run, given those that were: Gaussians over their logarithms.
+"""Surrogate model of the steps of untested plans given measured ones: Gaussians over their logarithms.
 
-A measured step is the predicted one times four things: a factor that all plans of a cluster and framework share, a
-factor for each component of the model, weighted by the share of the step that it takes, so that plans which spend their
-steps on the same things are wrong alike (`search.choice`), one that plans of the same degrees share, and what is off
-for each plan alone.  How far the last two go differs much between sweeps: trials that contradict each other widen the
-surrogate, trials that agree narrow it.  One erratic run, slow whatever the factors, teaches little about the others.
+A measured step is the prediction times four factors: one common to all plans of a cluster and framework; one per
+component of the model, weighted by its share of the step, so that plans which spend their steps on the same components
+have correlated errors (`search.choice`); one common to plans of the same degrees; and one of each plan alone.  The
+scale of the last two differs much between sweeps: trials that contradict each other widen the surrogate, trials that
+agree narrow it.  One erratic slow run that no factors explain has little influence on the others.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from autoplan.spec.estimate import probability_above
 from autoplan.spec.search_result import RankedPlan
 
 # Standard deviations of logarithms.
-COMMON_SPREAD = 0.25  # of all plans of a cluster and framework: of a model without calibration
-# What one plan is off by itself: `OWN_SPREAD` is that of a ratio, of two plans.
+COMMON_SPREAD = 0.25  # common to all plans of a cluster and framework, for a model without calibration
+# Error of a single plan; `OWN_SPREAD` is that of the ratio of two plans.
 PLAN_SPREAD = OWN_SPREAD / math.sqrt(2.0)
-# Of the logarithm of that from one sweep to another, and how much of it, as variance, plans of the same degrees share:
-# the likeliest pair for measured sweeps (`benchmarks/surrogate_fit.py`).
+# Spread of the logarithm of that error between sweeps, and the share of its variance common to plans of the same
+# degrees: the maximum-likelihood pair for measured sweeps (`benchmarks/surrogate_fit.py`).
 SCATTER = 1.0
 DEGREES_SHARE = 0.5
-# Of the same plan run again, as long as none was; steps of one run say what they can of it, and no less than this.
+# Spread between runs of the same plan until one is repeated, and the lower limit of what the steps of one run can show.
 RUN_SPREAD = 0.01
 
-_SCATTERS = np.arange(-3.0, 4.0)  # over which to average, in `SCATTER`
-_ROUNDS = 50  # of reweighting; ten are enough for any sweep seen
+_SCATTERS = np.arange(-3.0, 4.0)  # scales to average over, in units of `SCATTER`
+_ROUNDS = 50  # iterations of reweighting; ten suffice for all known sweeps
 _SETTLED = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPlan:
-    """The step of the plan at index `at`, and the standard deviation of its logarithm."""
+    """Measured step of the plan at index `at`, and the standard deviation of its logarithm."""
 
     at: int
     step_s: float
@@ -48,10 +48,10 @@ class MeasuredPlan:
 
 
 def pool_runs(runs: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
-    """Return a measurement for each plan: the geometric mean of its runs.
+    """Return one measurement per plan: the geometric mean of its runs.
 
-    How far runs of one plan lie apart, whichever plan it is, counts for all: with `RUN_SPREAD` as the first thing known
-    of it, weighing as much as one repeated run.
+    The spread between runs of one plan is estimated over all plans, with `RUN_SPREAD` as a prior that weighs as much as
+    one repeated run.
     """
     by_plan: dict[int, list[MeasuredPlan]] = {}
     for run in runs:
@@ -69,10 +69,10 @@ def pool_runs(runs: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surrogate:
-    """Logarithms of seconds per sequence of every plan: a Gaussian for each scale of what plans are off by themselves.
+    """Log seconds per sequence of every plan: a mixture of Gaussians over the scale of single plans' errors.
 
     `means` and `spreads`, standard deviations, have the shape (scales, plans); `weights` are the scales' probabilities.
-    `log_evidence` is the logarithm of how likely what was measured is, except for a constant.
+    `log_evidence` is the log likelihood of the measurements, up to a constant.
     """
 
     means: Floats
@@ -82,7 +82,7 @@ class Surrogate:
 
     @classmethod
     def of(cls, plans: Sequence[RankedPlan], measured: Sequence[MeasuredPlan] = ()) -> Surrogate:
-        """Fit the surrogate to `plans` once some of them were measured."""
+        """Fit the surrogate to `plans`, of which some were measured."""
         predicted = np.log([pace(plan) for plan in plans])
         parts = component_shares({name: np.array([plan.terms_s[name] for plan in plans]) for name in plans[0].terms_s})
         alike = np.minimum(parts[:, None, :], parts[None, :, :]).sum(axis=-1)
@@ -104,7 +104,7 @@ class Surrogate:
             spreads.append(np.sqrt(np.maximum(shared_variances, 0.0) + alone))
             evidence.append(fit.log_evidence)
         mean, spread = np.array(means), np.array(spreads)
-        # What was measured is known, however erratic.
+        # Measured plans are known, however erratic.
         mean[:, rows], spread[:, rows] = log_errors, runs
         prior = np.exp(-(_SCATTERS**2) / 2.0)
         weights = prior / prior.sum() * np.exp(np.array(evidence) - max(evidence))
@@ -122,7 +122,7 @@ class Surrogate:
         return np.sqrt(self.weights @ (self.spreads**2 + (self.means - self.mean) ** 2))
 
     def improvement(self, bar: float) -> Floats:
-        """Return how far the logarithm is expected to fall below `bar`, counting nothing where it does not."""
+        """Return the expected improvement below `bar`, in logarithms."""
         z = (bar - self.means) / self.spreads
         below = self.spreads * (z * _normal_cdf(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
         return np.asarray(self.weights @ below)
@@ -134,19 +134,19 @@ class Surrogate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fit:
-    """Prediction from measured plans: by `weights` for the mean, by the `inverse` covariance for the spread."""
+    """Prediction from measured plans: `weights` give the mean, the `inverse` covariance gives the spread."""
 
     weights: Floats
     inverse: Floats
-    log_evidence: float  # except for a constant
+    log_evidence: float  # up to a constant
 
 
 def _robust(shared: Floats, off: Floats, variance: Floats) -> _Fit:
-    """Fit measured plans that are `off` by so much, each with a variance of its own.
+    """Fit measured plans with errors `off`, each with its own variance.
 
-    A step may be slow for reasons that have nothing to do with its plan, but never fast: beyond a standard deviation
-    own errors have the tail of Cauchy's distribution on the slow side, by reweighting from the prediction on.  Runs
-    that are slow one by one are erratic, until enough of them agree.  The evidence is Laplace's approximation.
+    A step may be slow, but never fast, for reasons unrelated to its plan: beyond one standard deviation individual
+    errors have a Cauchy tail on the slow side, fitted by reweighting starting from the prediction.  Single slow runs
+    count as erratic until enough of them agree.  The evidence is Laplace's approximation.
     """
     expected: Floats = np.zeros_like(off)
     for _ in range(_ROUNDS):
@@ -158,7 +158,7 @@ def _robust(shared: Floats, off: Floats, variance: Floats) -> _Fit:
             break
     weights, squares = inverse @ off, (off - expected) ** 2 / variance
     in_tail = (off > expected) & (squares > 1.0)
-    # Of the two densities, which meet with one slope at one standard deviation.
+    # Log densities of both sides, which join smoothly at one standard deviation.
     misfit = np.where(in_tail, np.log1p(squares) + 0.5 - math.log(2.0), squares / 2.0) + np.log(variance) / 2.0
     width = np.linalg.slogdet(np.eye(len(off)) + shared / (variance * tails))[1]
     log_evidence = -misfit.sum() - (weights @ expected + width) / 2.0
@@ -166,15 +166,15 @@ def _robust(shared: Floats, off: Floats, variance: Floats) -> _Fit:
 
 
 def _normal_cdf(z: Floats) -> Floats:
-    """Return the distribution function of the standard normal distribution."""
+    """Return the cumulative distribution function of the standard normal distribution."""
     return np.array([probability_above(float(value)) for value in np.ravel(z)]).reshape(np.shape(z))
 
 
 def fit_chance(plans: Sequence[RankedPlan], finished: Sequence[int], out_of_memory: Sequence[int]) -> Floats:
-    """Return the probability that each plan fits, given which plans did and which ran out of memory.
+    """Return the probability that each plan fits, given the plans that finished and those that ran out of memory.
 
-    What is predicted to need no more than a plan that finished fits; what needs as much as one that ran out does not,
-    unless a plan that needs even more has finished.
+    A plan predicted to need no more than a finished one fits; one that needs as much as a plan that ran out of memory
+    does not, unless a plan that needs even more has finished.
     """
     needed = np.array([plan.memory_bytes for plan in plans])
     fitting_bytes = needed[list(finished)].max(initial=0.0)

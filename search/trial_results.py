@@ -1,4 +1,4 @@
-"""Results of trials, from what they left in their folders."""
+"""Results of trials, read from their folders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autoplan.search.tune import TrialResult
 from autoplan.trainer.task import TrainingReport
 
 _MOST_REASON = 300  # characters
-# What the scheduler did to a job says nothing of its plan.
+# Actions of the scheduler on a job say nothing about its plan.
 _ENDS: Mapping[Cause, str] = {
     "out of memory": "oom",
     "time limit": "timeout",
@@ -30,7 +30,7 @@ _ENDS: Mapping[Cause, str] = {
 
 
 def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: float) -> TrialResult:
-    """Return the result of a trial that ended, from what it left in its folder; `log` has read its log."""
+    """Return the result of a finished trial from its folder; `log` has parsed its log."""
     outcome = folder / OUTCOME
     if outcome.is_file():
         try:
@@ -47,7 +47,7 @@ def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: flo
         for line in _lines(folder / name):
             words.read(line)
             if name == MESSAGES and line.startswith("autoplan: "):
-                refusal = line  # of an `autoplan run`, which measured nothing
+                refusal = line  # from `autoplan run`, which measured nothing
     if words.out_of_memory:
         return make_result("oom", words.out_of_memory, seconds=seconds)
     if status.cause is not None:
@@ -60,7 +60,7 @@ def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: flo
         return make_result("failed", refusal or f"{ending}: {words.reason}", seconds=seconds)
     if refusal:
         return make_result("failed", refusal, seconds=seconds)
-    try:  # a job that runs a program of the user leaves a log alone
+    try:  # a job with the user's own program only has a log
         logged = log.finish()
     except InputError as error:
         if status.state == "lost":
@@ -71,7 +71,7 @@ def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: flo
 
 
 def make_result(how: str, reason: str = "", *, logged: LoggedRun | None = None, seconds: float = 0.0) -> TrialResult:
-    """Return the result of a trial, with what its log said where its steps count."""
+    """Return the result of a trial, with the logged steps if they count."""
     reason = " ".join(reason.removeprefix("autoplan: ").split())[:_MOST_REASON]
     if logged is not None and how in ("measured", "slower"):
         peak_bytes = logged.reserved_bytes or logged.allocated_bytes
@@ -82,9 +82,9 @@ def make_result(how: str, reason: str = "", *, logged: LoggedRun | None = None, 
 def _timed(
     how: str, step_s: tuple[float, ...], *, reason: str = "", peak_bytes: float | None, seconds: float
 ) -> TrialResult:
-    """Return the result of a trial with step times: their median, and how sure that is, as of independent ones."""
+    """Return the result of a trial with step times: their median and its spread, as for independent steps."""
     logs = [math.log(sample_s) for sample_s in step_s]
-    # The median of n normal values has the standard deviation of one of them times sqrt(pi / 2n).
+    # The median of n normal values has the standard deviation of one value times sqrt(pi / 2n).
     spread_of_median = stdev(logs) * math.sqrt(math.pi / 2 / len(logs)) if len(logs) > 1 else 0.0
     return TrialResult(
         how=how,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Driver of trials: starts them, watches them while they train, ends those that lose, and tells the study."""
+"""Driver of trials: starts them, monitors their training, ends losing ones, and reports to the study."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from autoplan.search.tune import TOLERANCE, TrialResult, Tuning, TuningState
 from autoplan.spec.problem import Problem
 
 POLL_S = 0.5
-LEAST_STEPS = 3  # of a trial that is ended because it loses
+LEAST_STEPS = 3  # before a trial may be ended because it loses
 _CHUNK = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Budget of a tuning: trials and hours of all devices over the whole study, seconds of this call."""
+    """Budget of a tuning: trials and total device hours over the whole study, seconds of this call."""
 
     trials: int
     seconds: float = math.inf
@@ -35,36 +35,36 @@ class Budget:
 
 @dataclass(slots=True, kw_only=True)
 class _Watched:
-    """Trial under way."""
+    """A running trial."""
 
     number: int
     at: int
     job: str
     reader: LogReader
-    read: int = 0  # bytes of its log
-    since_s: float | None = None  # when it began to run; None while it waits for its turn
+    read: int = 0  # bytes read of its log
+    since_s: float | None = None  # when it began to run; None while it is queued
 
 
 @dataclass(slots=True, kw_only=True)
 class Trials:
-    """Runs trials of a study in a folder until nothing is left to learn or to spend."""
+    """Runs trials of a study in a folder until nothing is worth trying or the budget is spent."""
 
     tuning: Tuning
     jobs: Jobs
     problem: Problem
     folder: Path
-    prepare: Callable[[int], str]  # the text of a plan file, by the index of the plan
+    prepare: Callable[[int], str]  # returns the text of a plan file for the index of a plan
     budget: Budget
     parallel: int
     warmup: int
     limit_s: float
-    enough: int | None = None  # steps after which a trial is ended that does not end by itself
-    show: Callable[[str], None] = lambda line: None  # a line that stays
-    show_now: Callable[[str], None] = lambda line: None  # what is going on, until the next one
+    enough: int | None = None  # steps after which a trial is ended if it does not end by itself
+    show: Callable[[str], None] = lambda line: None  # prints a permanent line
+    show_now: Callable[[str], None] = lambda line: None  # prints the current state, replaced by the next one
     _running: dict[int, _Watched] = field(default_factory=dict)
 
     def run(self) -> str:
-        """Run trials until there is a reason to stop, which is returned in words; ends its jobs however it is left."""
+        """Run trials and return the reason for stopping; always cancels its jobs on exit."""
         until_s = time.monotonic() + self.budget.seconds
         with _alone(self.folder):
             self._adopt()
@@ -86,7 +86,7 @@ class Trials:
                 self._cancel_all()
 
     def _why_stop(self, view: TuningState, until_s: float) -> str | None:
-        """Say why no other trial is started; None where one may be."""
+        """Return why no further trial is started; None if one may be."""
         spent = spent_hours(self.problem, view)
         num_trials = sum(trial.result is None or trial.result.how != "cancelled" for trial in view.trials)
         if view.stop == "separated":
@@ -124,7 +124,7 @@ class Trials:
         except AutoplanError as error:
             self._tell(number, at, make_result("failed", f"not started: {error}"))
             return
-        # First here: should its name not be kept, it must be ended.
+        # Kept here first: if its name cannot be recorded, it must be ended.
         self._running[number] = self._watched(number, at, job)
         self.tuning.started(number, job)
 
@@ -136,7 +136,7 @@ class Trials:
         return _Watched(number=number, at=at, job=job, reader=LogReader(batch, warmup=self.warmup))
 
     def _adopt(self) -> None:
-        """Go on with the trials that an earlier program left under way."""
+        """Adopt the trials that an earlier program left running."""
         for trial in self.tuning.trials():
             if trial.result is not None:
                 continue
@@ -147,13 +147,13 @@ class Trials:
             self._running[trial.number] = watched = self._watched(trial.number, trial.at, job)
             if not trial.job:
                 self.tuning.started(trial.number, job)
-            with suppress(OSError):  # by the clock of the file system
+            with suppress(OSError):  # by the file system's clock
                 age_s = time.time() - (self._folder(trial.number) / PLAN).stat().st_mtime
                 watched.since_s = time.monotonic() - max(age_s, 0.0)
             self.show(f"following trial {trial.number} again: {self._name(trial.at)}")
 
     def _watch(self, view: TuningState) -> None:
-        """Look after all that runs, once, and wait a moment."""
+        """Check all running trials once, and wait a moment."""
         statuses = self.jobs.poll([watched.job for watched in self._running.values()])
         for watched in list(self._running.values()):
             status = statuses[watched.job]
@@ -173,7 +173,7 @@ class Trials:
             if verdict:
                 try:
                     self.jobs.cancel([watched.job])
-                except AutoplanError:  # the scheduler does not answer: it is asked again, or the trial ends by itself
+                except AutoplanError:  # the scheduler does not answer: ask again later, or the trial ends by itself
                     continue
                 del self._running[watched.number]
                 self._tell(watched.number, watched.at, make_result(*verdict, logged=logged, seconds=_since(watched)))
@@ -190,8 +190,8 @@ class Trials:
         return watched.reader.so_far()
 
     def _loses(self, watched: _Watched, logged: LoggedRun | None, view: TuningState) -> tuple[str, str] | None:
-        """Return a verdict where its first steps already say that it is slower than the best."""
-        is_again = any(run.at == watched.at for run in view.measured)  # all its steps are wanted
+        """Return a verdict if the first steps already show that a trial is slower than the best."""
+        is_again = any(run.at == watched.at for run in view.measured)  # a repeated run needs all its steps
         if view.best is None or view.best_s is None or logged is None or is_again:
             return None
         batches = [self.tuning.plans[at].plan.global_batch for at in (watched.at, view.best.at)]
@@ -214,10 +214,10 @@ class Trials:
         return "timeout", f"it had not ended after {self.limit_s:.0f} s (--limit)"
 
     def _result_of(self, watched: _Watched, status: JobStatus) -> TrialResult:
-        # From its beginning: a log that was fetched may have grown in its middle.
+        # Read from the beginning, as a fetched log may have grown in the middle.
         reread = self._watched(watched.number, watched.at, watched.job)
         self._read_on(reread)
-        seconds = min(_since(watched), self.limit_s)  # nobody may have looked when it ended
+        seconds = min(_since(watched), self.limit_s)  # its end may have been noticed late
         return read_result(self._folder(watched.number), reread.reader, status, seconds=seconds)
 
     def _tell(self, number: int, at: int, result: TrialResult) -> None:
@@ -225,14 +225,14 @@ class Trials:
         self.show(self._described(number, at, result))
 
     def _cancel_all(self) -> None:
-        """End what runs; the study may go on with these plans another time."""
+        """Cancel running trials; the study may try these plans again later."""
         running, self._running = list(self._running.values()), {}
         if not running:
             return
         try:
             self.show_now(f"ending {len(running)} trial{'s' * (len(running) > 1)}")
             self.jobs.cancel([watched.job for watched in running])
-        except AutoplanError:  # the next program follows them again
+        except AutoplanError:  # the next program adopts them again
             running = []
             raise
         finally:
@@ -273,12 +273,12 @@ class Trials:
 
 
 def described_ratio(ratio: float) -> str:
-    """Say how far off predictions are."""
+    """Describe the ratio of measured to predicted steps."""
     return f"steps take {ratio:.2f} times as long as predicted"
 
 
 def spent_hours(problem: Problem, view: TuningState) -> float:
-    """Hours of all devices that ended trials took."""
+    """Total device hours of finished trials."""
     seconds = sum(trial.result.seconds for trial in view.trials if trial.result)
     return seconds / 3600 * problem.cluster.num_devices
 
@@ -289,7 +289,7 @@ def _since(watched: _Watched) -> float:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Refuse a second program beside the one that drives the trials of a folder; it is free when that one is gone."""
+    """Lock the trials of a folder against a second program; the lock is released when its process ends."""
     with refused_writes(folder):
         folder.mkdir(parents=True, exist_ok=True)
         stream = (folder / "lock").open("w")

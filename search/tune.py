@@ -1,7 +1,7 @@
-"""Tuning: an Optuna study whose trials are real runs of plans, which plan to try next, and when to stop.
+"""Tuning: an Optuna study whose trials are real runs of plans; it decides which plan to try next and when to stop.
 
-No clock and no process is touched here: who runs the trials asks, starts what is proposed, and tells what came of it.
-All that is known is in the study, so that another program goes on where one was killed.
+This module uses no clock and no processes: the caller asks for a proposal, runs it, and reports the outcome.  All state
+is in the study, so another program can continue after one was killed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.tune_report import TrialEnd
 
-TOLERANCE = 0.02  # a plan that is faster by less is no better: runs of one plan differ by as much
-CHANCE = 0.05  # that any of some plans is better, below which they are not expected to be
-FIRST_CHANCE = 0.5  # of fitting, from which on a plan may be the first one to finish
-MOST_ALIKE = 3  # trials that fail for the same reason before any has finished: the fault is none of the plans'
-# How much slower than the best a plan may be predicted and still be tried: beyond, the surrogate gives it no such
-# chance unless it spends its step on other things altogether.
+TOLERANCE = 0.02  # smaller gains do not count, as runs of one plan differ by as much
+CHANCE = 0.05  # probability that any of some plans is better, below which they are given up
+FIRST_CHANCE = 0.5  # minimum probability of fitting for the first plan to finish
+MOST_ALIKE = 3  # trials that fail for the same reason before any has finished, so that the plans are not at fault
+# Largest predicted slowdown relative to the best of plans to try: beyond it the surrogate gives a plan hardly any
+# chance unless its step consists of entirely different components.
 MARGIN = 0.3
-MOST_RUNS = 3  # of a plan whose lead over another one is within what runs of one plan differ by
-MOST_PLANS = 500  # of which more would not be distinguished by a few trials
+MOST_RUNS = 3  # runs of a plan whose lead over another one is within the spread between runs
+MOST_PLANS = 500  # more plans could not be distinguished by a few trials
 
 STATES: Mapping[TrialEnd, TrialState] = {
     "measured": TrialState.COMPLETE,
@@ -50,7 +50,7 @@ STATES: Mapping[TrialEnd, TrialState] = {
     "lost": TrialState.FAIL,
     "cancelled": TrialState.FAIL,
 }
-# How much of the two tries that a plan has each end takes: a job that is lost, once, says nothing of its plan.
+# Attempts (of two per plan) used up by each outcome: a single lost job says nothing about its plan.
 _TRIES: Mapping[TrialEnd, int] = {"cancelled": 0, "lost": 1}
 Stop = Literal["separated", "alike", "exhausted", "failing"]
 
@@ -62,20 +62,20 @@ _AXES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialResult:
-    """Outcome of a trial; `step_s` is there where steps were timed, `spread` is that of its logarithm."""
+    """Outcome of a trial; `step_s` is set if steps were timed, `spread` is the standard deviation of its logarithm."""
 
     how: TrialEnd
     reason: str = ""
     step_s: float | None = None
     spread: float = RUN_SPREAD
     peak_bytes: float | None = None
-    other_load: float | None = None  # share of the machine that others used, where it was told
-    seconds: float = 0.0  # that it held the devices
+    other_load: float | None = None  # share of the machine used by others, if known
+    seconds: float = 0.0  # time for which it occupied the devices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TunedTrial:
-    """A trial of the plan at index `at`; `result` is None as long as it is under way, as `job`."""
+    """A trial of the plan at index `at`; `result` is None while it is running as `job`."""
 
     number: int
     at: int
@@ -85,21 +85,21 @@ class TunedTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuningState:
-    """State of a study: the surrogate of all plans and the trials; `best` ran the fastest plan last."""
+    """State of a study: surrogate of all plans, and trials; `best` is the latest trial of the fastest plan."""
 
     surrogate: Surrogate
     trials: tuple[TunedTrial, ...]
-    measured: tuple[MeasuredPlan, ...]  # plans that were timed, the fastest first, each over all its runs
+    measured: tuple[MeasuredPlan, ...]  # timed plans over all their runs, the fastest first
     best: TunedTrial | None
-    best_s: float | None  # of a step of that plan, over all its runs
-    ratio: float | None  # measured over predicted steps, their median
-    worth_trying: tuple[int, ...]  # plans not tried that may still be better than the best
-    next: int | None  # the plan to try: of these, or again of those that are too close to tell
+    best_s: float | None  # step of that plan over all its runs
+    ratio: float | None  # median of measured over predicted steps
+    worth_trying: tuple[int, ...]  # untested plans that may still be better than the best
+    next: int | None  # the next plan to try: one of these, or a repetition of one too close to the best
     stop: Stop | None
 
 
 class Tuning:
-    """The study of `plans`, which one program drives at a time."""
+    """Study of `plans`, driven by one program at a time."""
 
     def __init__(self, study: optuna.Study, storage: BaseStorage, plans: Sequence[RankedPlan]) -> None:
         self.plans: tuple[RankedPlan, ...] = tuple(plans[:MOST_PLANS])
@@ -120,7 +120,7 @@ class Tuning:
         name: str | None,
         about: Mapping[str, str],
     ) -> Tuning:
-        """Join or make the study of a name, else of all that it is `about`; refuse one about something else."""
+        """Join or create a study by name, or by `about` by default; raise InputError if it is about something else."""
         same = {
             "version": __version__,
             "model": problem.model.name,
@@ -132,7 +132,7 @@ class Tuning:
         return cls(study, storage, plans)
 
     def trials(self) -> tuple[TunedTrial, ...]:
-        """Return all trials of these plans, in the order of their start."""
+        """Return all trials of these plans in starting order."""
         trials = self._study.get_trials(False)
         return tuple(_tuned(trial, self._names.index(trial.user_attrs["plan"])) for trial in trials)
 
@@ -149,16 +149,16 @@ class Tuning:
         return max(trial.number for trial in self._study.get_trials(False))
 
     def started(self, number: int, job: str) -> None:
-        """Record which job runs a trial."""
+        """Record the job of a trial."""
         self._storage.set_trial_user_attr(self._id(number), "job", job)
 
     def tell(self, number: int, result: TrialResult) -> None:
-        """Record the outcome of a trial; only the first one counts."""
+        """Record the outcome of a trial; only the first report counts."""
         trial_id = self._id(number)
         with suppress(UpdateFinishedTrialError):
             for name, value in asdict(result).items():
                 self._storage.set_trial_user_attr(trial_id, name, value)
-            # Feasible at 0 or less: what a model of the constraint learns from, instead of a penalty.
+            # Feasible at 0 or less: a constraint that a model can learn, instead of a penalty.
             if result.how in ("measured", "slower", "oom"):
                 optuna.Trial(self._study, trial_id).set_constraint("memory", float(result.how == "oom"))
             values = None
@@ -169,7 +169,7 @@ class Tuning:
             self._storage.set_trial_state_values(trial_id, STATES[result.how], values)
 
     def state(self) -> TuningState:
-        """Return what is known now, and what is best tried next."""
+        """Return the current state and the best plan to try next."""
         return tuning_state(self.plans, self.trials())
 
     def _id(self, number: int) -> int:
@@ -177,7 +177,7 @@ class Tuning:
 
 
 def tuning_state(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> TuningState:
-    """Return what trials say of `plans`: a function of them alone."""
+    """Return the state of `plans` as a pure function of the trials."""
     ended = [(trial, trial.result) for trial in trials if trial.result is not None]
     timed = [
         MeasuredPlan(at=trial.at, step_s=result.step_s, spread=result.spread)
@@ -202,10 +202,10 @@ def tuning_state(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> T
     else:
         bar = float(surrogate.mean[best.at])
         chance = untried * fits * surrogate.chance_below(bar + math.log1p(-TOLERANCE))
-        # The least likely are given up, as long as together they are.
+        # The least likely plans are given up while their joint probability is below `CHANCE`.
         by_chance = np.argsort(chance)
         candidates = np.sort(by_chance[np.cumsum(chance[by_chance]) >= CHANCE])
-        # What runs now is taken to come out as believed.
+        # Running trials are assumed to end as predicted.
         running = [
             MeasuredPlan(
                 at=trial.at, step_s=float(np.exp(surrogate.mean[trial.at])) * plans[trial.at].plan.global_batch
@@ -238,7 +238,7 @@ def tuning_state(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> T
 
 
 def _too_close(surrogate: Surrogate, measured: Sequence[MeasuredPlan], best: MeasuredPlan) -> list[int]:
-    """Return the best plan and measured ones that may be faster, as runs of one plan differ; empty where it is told."""
+    """Return the best plan and measured ones that may be faster given the spread of runs; empty if there are none."""
     lead = surrogate.mean - surrogate.mean[best.at] - math.log1p(-TOLERANCE)
     spread = np.hypot(surrogate.spread, surrogate.spread[best.at])
     rivals = [
@@ -261,7 +261,7 @@ def _stop(
 
 
 def _name(plan: ParallelPlan) -> str:
-    """Return the plan as text, the same for the same plan."""
+    """Return a canonical text of the plan."""
     return msgspec.json.encode(plan, order="sorted").decode()
 
 

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, which join a shared search and leave when it is over."""
+"""Worker processes on this machine, which join a shared search and exit when it is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_WORKERS = 256
 
 @contextmanager
 def worker_processes(join: Callable[[], object], count: int) -> Iterator[None]:
-    """Start `count` further processes that call `join`; they end by themselves, and are waited for."""
+    """Start `count` further processes that call `join`, and wait for them to end by themselves."""
     if not 0 <= count < MOST_WORKERS:
         raise InputError(f"--workers must be from 1 to {MOST_WORKERS}, got {count + 1}")
     if count and "fork" not in multiprocessing.get_all_start_methods():
@@ -30,7 +30,7 @@ def worker_processes(join: Callable[[], object], count: int) -> Iterator[None]:
 
 
 def _run(join: Callable[[], object]) -> None:
-    """Join, and exit quietly on errors: they stop the first worker too, which reports them."""
+    """Join, and exit quietly on errors, which also stop the first worker and are reported there."""
     try:
         join()
     except (AutoplanError, KeyboardInterrupt):
