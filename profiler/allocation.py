@@ -1,4 +1,4 @@
-"""Allocation of devices: which pairs meet in which round, what joins a pair, what its cluster calls a node."""
+"""Allocation of devices: rounds in which all pairs meet, kinds of links between pairs, and node names."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Pair = tuple[int, int]  # of ranks
 
 
 def matchings(count: int) -> Iterator[list[int]]:
-    """Yield rounds of partners (oneself: none) until all of `count` met, by the tournaments' circle method."""
+    """Yield rounds of partners (a rank itself: idle) until all pairs of `count` have met, by the circle method."""
     seats = count + count % 2
     for turn in range(seats - 1 if count > 1 else 0):
         order = [seats - 1, *((turn + at) % (seats - 1) for at in range(seats - 1))]
         partners = list(range(count))
         for at in range(seats // 2):
-            # The one that stays meets the first of the others; these meet each other from both ends.
+            # The fixed member meets the first of the others; these meet each other from both ends.
             first, second = (order[0], order[1]) if at == 0 else (order[1 + at], order[seats - at])
             if max(first, second) < count:
                 partners[first], partners[second] = second, first
@@ -28,9 +28,9 @@ def matchings(count: int) -> Iterator[list[int]]:
 
 
 def rounds(num_domains: int, ranks_per_domain: int) -> Iterator[tuple[int, ...]]:
-    """Yield the partner of every rank in rounds until all pairs have met: first all those inside domains.
+    """Yield the partner of every rank in rounds until all pairs have met, first all pairs inside domains.
 
-    In a round between domains these meet in twos, and every rank one of the other domain: each NIC has one message.
+    In a round between domains, domains are paired, and every rank has one partner there: each NIC has one message.
     """
     per_domain = ranks_per_domain
     for inside in matchings(per_domain):
@@ -51,7 +51,7 @@ def rounds(num_domains: int, ranks_per_domain: int) -> Iterator[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocation:
-    """Devices of the ranks that have met, and the cluster that they are of, where it is known."""
+    """Devices of the connected ranks, and their cluster if it is known."""
 
     hello: Hello
     cluster: ClusterSpec | None = None
@@ -77,12 +77,12 @@ class Allocation:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """The nodes, in the order of their ranks."""
+        """Hosts, in the order of their ranks."""
         return tuple(dict.fromkeys(self.hello.hosts))
 
     @property
     def nodes(self) -> tuple[str, ...] | tuple[int, ...]:
-        """Names of the nodes in the cluster file, in the order of their ranks; none where it does not say which."""
+        """Names of the nodes in the cluster file, in the order of their ranks; empty if the file does not tell."""
         if self.cluster is None:
             return ()
         if listed := node_names(self.cluster):
@@ -94,12 +94,12 @@ class Allocation:
         return divmod(rank, self.hello.ranks_per_node)
 
     def is_inside(self, pair: Pair) -> bool:
-        """Return whether links of a node or rack join a pair, rather than NICs."""
+        """Return whether a pair is connected by links of a node or rack, not by NICs."""
         first, second = (rank // self.hello.ranks_per_domain for rank in pair)
         return first == second
 
     def link_kinds(self) -> Callable[[Pair], Hashable]:
-        """Return what tells the kind of link that joins a pair: the levels and switches between, and the same rail."""
+        """Return a function from a pair to the kind of its link: levels and switches in between, and the same rail."""
         sizes = [level.num_devices for level in self.cluster.levels] if self.cluster else []
         switches = self._switches()
 
@@ -113,7 +113,7 @@ class Allocation:
         return kind
 
     def _switches(self) -> list[list[int]]:
-        """Number of the switch above each node, tier by tier; none where the cluster does not tell."""
+        """Return the switch above each node, tier by tier; empty if the cluster does not define it."""
         if self.cluster is None or not self.nodes:
             return []
         if listed := node_names(self.cluster):
@@ -123,5 +123,5 @@ class Allocation:
 
 
 def _listed_name(host: str, names: Sequence[str]) -> str | None:
-    """Return a host's name in a list, which may have it with or without its domain."""
+    """Return the entry of a host in a list of names with or without domain."""
     return next((name for name in names if name.partition(".")[0] == host.partition(".")[0]), None)

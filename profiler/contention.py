@@ -1,4 +1,4 @@
-"""Cost of overlap, from collectives that were measured beside products."""
+"""Cost of overlap, from collectives measured together with GEMMs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
 
-# Products and collective should last about as long as each other: what the shorter one costs shows in nothing else.
+# GEMMs and collective should take about the same time, because only then the cost of overlap is visible.
 MOST_UNLIKE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BesideProducts:
-    """Collective of one shape that took `seconds` beside products, which take `products_s` alone."""
+    """Collective of one shape that took `seconds` next to GEMMs, which take `products_s` alone."""
 
     operation: Operation
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ class BesideProducts:
 def contention_shares(beside: Iterable[BesideProducts], alone: Iterable[Measurement]) -> dict[Operation, float]:
     """Return the cost of overlap as a share of the overlapped time, by operation: the median over its shapes.
 
-    If neither slowed the other down, both would take as long as the longer of them (`modelling` D6).
+    Without interference, both together would take as long as the longer one (`modelling` D6).
     """
     alone_s: Mapping[tuple[Operation, tuple[int, ...], str], float] = {
         (call.operation, call.shape, call.dtype): call.seconds for call in alone

@@ -17,14 +17,14 @@ PRELOAD = ("autoplan.profiler.worker",)
 
 
 def default_num_ranks() -> int:
-    """Count the devices, or on a machine without devices its cores, up to two: a rank for each."""
+    """Return the number of devices, or of cores (at most two) on a machine without devices."""
     import torch
 
     return torch.cuda.device_count() or min(len(os.sched_getaffinity(0)), 2)
 
 
 def place_with(ranks: int) -> tuple[RankPlace | None, int]:
-    """Return the place that a launcher gave this program, and the number of ranks; `ranks` of them start here."""
+    """Return this program's place from a launcher, and the number of ranks; without launcher `ranks` start here."""
     check_torch()
     place = place_from(os.environ)
     check_count("--ranks", ranks, at_least=0)
@@ -43,7 +43,7 @@ class Crew(Children):
         super().__init__(work, place, num_ranks, limit_s=job.limit_s, preload=PRELOAD)
 
     def start(self) -> Hello | None:
-        """Start the ranks; what they found on rank 0, None from another one."""
+        """Start the ranks and return their first message; None if rank 0 is not here."""
         hello = super().start()
         assert hello is None or isinstance(hello, Hello)
         return hello

@@ -1,4 +1,4 @@
-"""Ranks that a cluster would bring, so that measurements can be planned where none of its devices is at hand."""
+"""Expected ranks of a cluster, so that measurements can be planned without access to its devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autoplan.spec.operations import (
 )
 from autoplan.topology.cluster import ClusterSpec
 
-# How operations run where nothing was measured yet; a rank tries, and may find otherwise.
+# Assumed kernels of operations without measurements; a real rank tests them and may use others.
 _ATTENTIONS = {"attention": "sdpa flash", "latent_attention": "sdpa cudnn"}
 _LIBRARIES = {"nvidia": "nccl", "amd": "rccl", "cpu": "gloo"}
 
@@ -32,10 +32,10 @@ def expected_hello(
     dtypes: tuple[str, ...] = (),
     num_nodes: int = 0,
 ) -> Hello:
-    """Return the first message of ranks on every device of `num_nodes` nodes of a cluster; 0: of all nodes.
+    """Return the first message of ranks on every device of `num_nodes` nodes of a cluster; 0 means all nodes.
 
-    `machine` is the one whose records serve the cluster, None where there is none, `measured` the keys of its records:
-    operations are taken to run as they did there.
+    `machine` is the machine whose records are used for the cluster (None without records), and `measured` the keys of
+    these records: operations are assumed to run in the same way.
     """
     device, nodes = cluster.device, num_nodes or cluster.num_nodes
     dtypes = dtypes or (("fp32",) if device.vendor == "cpu" else ("bf16",))
@@ -66,7 +66,7 @@ def expected_hello(
 
 
 def _usual_kernel(operation: Operation, dtype: str, vendor: str) -> str:
-    """Return how an operation usually runs in a type; blank where it does not."""
+    """Return the usual kernel of an operation in a data type; blank if it does not run."""
     if operation in PRODUCTS:
         narrow = {"gemm": "scaled_mm", "dgrad": "scaled_mm", "wgrad": "scaled_mm + add"}
         wide = {"gemm": "mm", "dgrad": "mm", "wgrad": "addmm" if dtype == "fp32" else "addmm fp32"}

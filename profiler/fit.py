@@ -1,7 +1,7 @@
-"""Fits of few-parameter curves to measured times, those of collectives among them, with their error on held-out shapes.
+"""Fits of few-parameter curves to measured times, including those of collectives, with errors on held-out shapes.
 
-A fit minimises the logarithm of predicted over measured time, robustly, over the logarithms of the parameters; a
-fifth of the shapes is held out and gives the error that is reported.  Offline: no search comes here.
+A fit robustly minimises the logarithm of predicted over measured time, over the logarithms of the parameters; a fifth
+of the shapes is held out for the reported error.  Fits run offline, never in a search.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from autoplan.topology.cluster import LinkLevel
 
 Curve = TypeVar("Curve")
 
-RESIDUAL_SCALE = 0.1  # residuals beyond this weigh less and less: shapes whose kernel was chosen badly
-LEAST_POINTS = 30  # five for each parameter
+RESIDUAL_SCALE = 0.1  # larger residuals, from poorly chosen kernels, have less and less weight
+LEAST_POINTS = 30  # five per parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit(Generic[Curve]):
-    """A fitted curve, its plateau (share of the peak, or of the nominal link rate) and what it was judged on."""
+    """A fitted curve, its plateau (share of the peak, or of the nominal link rate) and its quality."""
 
     curve: Curve
     plateau: float
@@ -40,18 +40,18 @@ class Fit(Generic[Curve]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Points:
-    """Measured shapes of one operation: rows of numbers as `SHAPES` names them, and their times."""
+    """Measured shapes of one operation: rows of numbers in the order of `SHAPES`, and their times."""
 
     shapes: Floats
     seconds: Floats
 
     def where(self, chosen: Bools) -> Points:
-        """The points that a mask chooses."""
+        """Return the points selected by a mask."""
         return Points(shapes=self.shapes[chosen], seconds=self.seconds[chosen])
 
 
 def points_of(measurements: Iterable[Measurement]) -> Points:
-    """Take the median over repeats and kernels as the point of each shape."""
+    """Return one point per shape, with the median time over repeats and kernels."""
     samples: dict[tuple[int, ...], list[float]] = defaultdict(list)
     for measurement in measurements:
         samples[measurement.shape].append(measurement.seconds)
@@ -60,7 +60,7 @@ def points_of(measurements: Iterable[Measurement]) -> Points:
 
 
 def mean_error(predicted_s: Floats, measured_s: Floats) -> float:
-    """Mean of |predicted / measured - 1|."""
+    """Return the mean of |predicted / measured - 1|."""
     return float(np.mean(np.abs(predicted_s / measured_s - 1)))
 
 
@@ -71,12 +71,12 @@ def fit_curve(
     make: Callable[..., Curve],
     predict: Callable[[Curve, float, Floats], Floats],
 ) -> Fit[Curve]:
-    """The curve that `make` gives of the fitted parameters, named as in `ranges`, and the error of its fit.
+    """Return the curve made by `make` from the fitted parameters, named as in `ranges`, and the error of the fit.
 
-    `ranges` gives each parameter's start, least and most.  One called plateau goes to `predict` in place
-    of the curve; without one it is 1.
+    `ranges` gives the start, minimum and maximum of each parameter.  A parameter called plateau is passed to `predict`,
+    not to the curve; without one it is 1.
     """
-    from scipy.optimize import least_squares  # half a second, which commands that fit nothing save
+    from scipy.optimize import least_squares  # takes half a second, only needed by commands that fit
 
     if len(points.seconds) < LEAST_POINTS or not held_out.any() or held_out.all():
         raise InputError(f"a curve needs at least {LEAST_POINTS} measured shapes, got {len(points.seconds)}")
@@ -102,7 +102,7 @@ VOLUMES: dict[Operation, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce
 
 
 def collective_s(link: LinkLevel, curve: CollectiveCurve, plateau: float, rows: Floats) -> Floats:
-    """Seconds of collectives with rows (volume, is all-to-all, num_devices, buffer_bytes) at that share of the link."""
+    """Return seconds of collectives with rows (volume, is all-to-all, num_devices, buffer_bytes) on `link`."""
     volume, exchanges, members, buffer_bytes = rows.T
     steps = volume * np.where(exchanges > 0, 2 * np.log2(members), members - 1)
     moved = volume * buffer_bytes * (1 - 1 / members)
@@ -111,7 +111,7 @@ def collective_s(link: LinkLevel, curve: CollectiveCurve, plateau: float, rows: 
 
 
 def collective_points(measurements: Iterable[Measurement]) -> Points:
-    """The points of all collectives together, as rows for `collective_s`."""
+    """Return the points of all collectives together, as rows for `collective_s`."""
     by_operation: dict[Operation, list[Measurement]] = defaultdict(list)
     for measurement in measurements:
         by_operation[measurement.operation].append(measurement)
@@ -121,7 +121,7 @@ def collective_points(measurements: Iterable[Measurement]) -> Points:
             continue
         points = points_of(by_operation[operation])
         kind = np.tile((volume, float(operation == "all_to_all")), (len(points.seconds), 1))
-        rows.append(np.hstack([kind, points.shapes[:, [0, -1]]]))  # members and bytes
+        rows.append(np.hstack([kind, points.shapes[:, [0, -1]]]))  # group size and bytes
         seconds.append(points.seconds)
     if not rows:
         return Points(shapes=np.zeros((0, 4)), seconds=np.zeros(0))
@@ -129,12 +129,12 @@ def collective_points(measurements: Iterable[Measurement]) -> Points:
 
 
 def held_out_collectives(points: Points) -> Bools:
-    """Choose every third message size."""
+    """Return a mask of every third message size."""
     return np.round(np.log2(np.maximum(points.shapes[:, 3], 1))) % 3 == 0
 
 
 def fit_collectives(link: LinkLevel, points: Points) -> Fit[CollectiveCurve]:
-    """The curve of all collectives inside the domain of `link`."""
+    """Return the curve of all collectives inside the domain of `link`."""
     ranges = {
         "plateau": (0.7, 0.02, 1.0),
         "start_s": (7e-6, 1e-7, 1e-4),

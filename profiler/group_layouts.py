@@ -1,8 +1,8 @@
-"""Layouts of the groups of devices that a job of several nodes can form.
+"""Layouts of the device groups that a job on several nodes can form.
 
-A shape of a collective is (num_devices, devices_per_domain, num_groups, buffer_bytes), as `SHAPES` has it; what
-is called a node here is a scale-up domain, which may be several.  Groups that work at once are siblings, of the same
-layout on the other devices of the same nodes; whatever they do, the other nodes do it too.
+The shape of a collective is (num_devices, devices_per_domain, num_groups, buffer_bytes), as in `SHAPES`; a node here
+means a scale-up domain, which may be several nodes.  Groups that work at the same time are siblings: they have the same
+layout on the other devices of the same nodes; all other nodes do the same.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from autoplan.base.errors import InputError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Groups of `num_devices`, of which `devices_per_node` are on each node that a group touches."""
+    """Groups of `num_devices`, with `devices_per_node` on each node of a group."""
 
     num_devices: int
     devices_per_node: int
-    num_groups: int  # on the same nodes
+    num_groups: int  # working on the same nodes
 
     def shape(self, buffer_bytes: int) -> tuple[int, ...]:
-        """Return the shape of a collective with that buffer."""
+        """Return the shape of a collective with this buffer."""
         return (self.num_devices, self.devices_per_node, self.num_groups, buffer_bytes)
 
 
 def layouts(num_nodes: int, devices_per_node: int) -> list[Layout]:
-    """Return groups of 2, 4, 8 ... in a node, of one device of each node, and of all; alone and with all siblings."""
+    """Return groups of 2, 4, 8 ... in a node, with one device per node, and of all; alone and with all siblings."""
     group_layouts = []
     sizes = [size for size in (2**power for power in range(1, 11)) if devices_per_node % size == 0]
     if devices_per_node > 1 and devices_per_node not in sizes:
@@ -44,10 +44,10 @@ def layouts(num_nodes: int, devices_per_node: int) -> list[Layout]:
 
 
 def groups_of(layout: Layout, num_nodes: int, devices_per_node: int) -> list[list[int]]:
-    """The ranks of each group of `layout`, where ranks count through one node after the other.
+    """Return the ranks of each group of `layout`, with ranks numbered node by node.
 
-    Inside a node a group takes neighbours, as tensor parallelism does; over several nodes the same places of each, as
-    far apart as there are groups, as data parallelism does.
+    Inside a node a group consists of neighbours, as in tensor parallelism; over several nodes it has the same positions
+    on each, with a stride equal to the number of groups, as in data parallelism.
     """
     on_node = layout.devices_per_node
     nodes, remainder = divmod(layout.num_devices, on_node)
@@ -72,6 +72,6 @@ def groups_of(layout: Layout, num_nodes: int, devices_per_node: int) -> list[lis
 
 
 def _places(group: int, on_node: int, devices_per_node: int, *, is_strided: bool) -> range:
-    """Return the places on a node of the members of one of its groups."""
+    """Return the positions on a node of the members of one of its groups."""
     stride = devices_per_node // on_node
     return range(group, devices_per_node, stride) if is_strided else range(group * on_node, (group + 1) * on_node)

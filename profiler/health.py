@@ -26,13 +26,13 @@ from autoplan.topology.cluster import Fault
 PRODUCT_SIZE = {"cpu": 512, "cuda": 8192}
 MESSAGE_BYTES = {"cpu": 2**22, "cuda": 2**28}
 VISITS = 3
-# Beyond the scatter of its equals a time is slow: so many standard deviations more than the sqrt(2 ln n) by which the
-# largest of n lies out.  One is 1.48 median deviations; the median of n times scatters by 1.25 / sqrt(n) of it.
+# A time is slow if it is more standard deviations above its peers than the expected maximum of n values, sqrt(2 ln n),
+# plus a margin.  One deviation is 1.48 median deviations; the median of n times scatters by 1.25 / sqrt(n) of it.
 DEVIATIONS, PER_MEDIAN, OF_MEDIAN = 2.0, 1.48, 1.25
-LEAST_EQUALS = 4  # among which the slow one can be told
-MOST_SLOW_PAIRS = 0.5  # of all: where more are slow they have links of another kind
+LEAST_EQUALS = 4  # minimum number of peers to identify a slow one
+MOST_SLOW_PAIRS = 0.5  # share of all pairs: if more are slow, they have another kind of link
 
-Part = Literal["device", "link", "nic", "pair"]  # a link is a device's way to those of its node, a NIC that to others
+Part = Literal["device", "link", "nic", "pair"]  # link: between a device and its node; nic: to other nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class SlowPart:
 
     part: Part
     ranks: tuple[int, ...]
-    rate_share: float  # that is left of the usual rate
+    rate_share: float  # remaining share of the usual rate
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,12 +51,12 @@ class Health:
     allocation: Allocation
     product: Task
     message: Task
-    products_s: list[tuple[float, ...]] = field(default_factory=list)  # of every rank, visit by visit
-    messages_s: dict[Pair, list[float]] = field(default_factory=dict)  # visit by visit
+    products_s: list[tuple[float, ...]] = field(default_factory=list)  # times of all ranks, by visit
+    messages_s: dict[Pair, list[float]] = field(default_factory=dict)  # times by visit
     groups: list[tuple[Task, Outcome]] = field(default_factory=list)  # collectives
-    disturbance: str = ""  # of the products, in each visit; blank: one was calm
-    num_rounds: int = 0  # of messages, to be made
-    num_left: int = 0  # of these, for which the budget left no time
+    disturbance: str = ""  # of the GEMMs, if every visit was disturbed
+    num_rounds: int = 0  # planned rounds of messages
+    num_left: int = 0  # rounds beyond the budget
     elapsed_s: float = 0.0
 
     def slow_parts(self) -> list[SlowPart]:
@@ -64,7 +64,7 @@ class Health:
         return [*self._slow_devices(), *self._slow_links(is_inside=True), *self._slow_links(is_inside=False)]
 
     def link_shares(self) -> dict[Pair, float]:
-        """Return the rate of every pair as a share of what is usual of its kind of link."""
+        """Return the rate of every pair as a share of the usual rate for its kind of link."""
         shares: dict[Pair, float] = {}
         for pairs in self._pairs_by_kind().values():
             usual_s = usual(pairs.values())
@@ -72,11 +72,11 @@ class Health:
         return shares
 
     def suspects(self) -> set[Pair]:
-        """Return pairs that were slower than usual in every visit so far, be it by chance."""
+        """Return the pairs that were slower than usual in every visit so far, possibly by chance."""
         return {pair for pair, share in self.link_shares().items() if share * SLOW_LINK < 1}
 
     def _pairs_by_kind(self) -> dict[Hashable, dict[Pair, float]]:
-        """Return the least seconds of every pair, by the kind of link that joins them."""
+        """Return the shortest time of every pair in seconds, by kind of link."""
         kind_of, by_kind = self.allocation.link_kinds(), defaultdict[Hashable, dict[Pair, float]](dict)
         for pair, times in self.messages_s.items():
             by_kind[kind_of(pair)][pair] = min(times)
@@ -129,14 +129,14 @@ class Health:
 
 
 def usual(times: Collection[float]) -> float:
-    """Return the median; of two in the middle the lesser, since other load only adds to a time."""
+    """Return the low median, because background load only adds to a time."""
     return statistics.median_low(times)
 
 
 def _swing(visits: Iterable[Sequence[float]], *, of_most: bool = False) -> float:
-    """Return by how much times swing between visits: twice the usual swing, or the most of nine tenths of them.
+    """Return the variation of times between visits: twice the median variation, or the 90th percentile if `of_most`.
 
-    Where a machine is now fast and now slow, more must be slow.
+    A part of a machine with fast and slow phases must be slower than this to count as slow.
     """
     swings = sorted(max(times) / min(times) - 1 for times in visits if len(times) > 1)
     if not swings:
@@ -145,7 +145,7 @@ def _swing(visits: Iterable[Sequence[float]], *, of_most: bool = False) -> float
 
 
 def _scatter(over: Collection[float]) -> float:
-    """Return how far times over the usual one lie out by chance, as the nearer half of them shows; 0 of too few."""
+    """Return the deviation from the usual time expected by chance, from the nearer half; 0 for too few times."""
     if len(over) < LEAST_EQUALS:
         return 0.0
     deviations = DEVIATIONS + math.sqrt(2 * math.log(len(over)))
@@ -173,7 +173,7 @@ def unmeasured(allocation: Allocation) -> Health:
 def check(
     crew: Crew, health: Health, *, budget_s: float, advance: Callable[[Health], None] = lambda health: None
 ) -> None:
-    """Measure every device, groups and all pairs of an allocation, as far as the budget goes."""
+    """Measure every device, groups and all pairs of an allocation, as far as the budget allows."""
     hello, began = health.allocation.hello, time.monotonic()
     all_rounds = list(rounds(hello.num_domains, hello.ranks_per_domain))
     health.num_rounds = health.num_left = len(all_rounds)
@@ -220,7 +220,7 @@ def _measured(crew: Crew, task: Task) -> Outcome:
 
 
 def _group_tasks(health: Health) -> Iterator[Task]:
-    """Yield all-reduces inside each domain, of one device of each, and of all devices: every link at work."""
+    """Yield all-reduces inside each domain, over one device per domain, and over all devices, to use every link."""
     hello = health.allocation.hello
     domains, per_domain = hello.num_domains, hello.ranks_per_domain
     layouts = []
@@ -236,7 +236,7 @@ def _group_tasks(health: Health) -> Iterator[Task]:
 
 
 def faults(health: Health) -> list[Fault]:
-    """Return the slow parts as faults of the cluster, which says what its nodes are; single pairs are none."""
+    """Return the slow parts as faults of the cluster, by its node names; single pairs are not faults."""
     allocation = health.allocation
     assert allocation.cluster is not None
     shares: dict[tuple[str, str | int, int], float] = {}
@@ -255,10 +255,10 @@ def faults(health: Health) -> list[Fault]:
 
 
 def records(health: Health, measured_by: str) -> list[Record]:
-    """Return a record of each device and of its messages inside and between nodes, and of each group.
+    """Return a record of each device, of its messages inside and between nodes, and of each group.
 
-    Those of slow parts are marked as such, so that no plan is priced by them.  Samples of messages are those with each
-    other device in the order of their ranks.
+    Records of slow parts are marked, so that they are not used for prices.  Samples of messages are ordered by the rank
+    of the other device.
     """
     allocation, hello = health.allocation, health.allocation.hello
     slow_parts = {(slow.part, slow.ranks[0]): slow for slow in health.slow_parts()}

@@ -1,7 +1,7 @@
-"""Tasks for what the price of plans looks up, as far as the ranks that have met can measure it.
+"""Tasks for the timings that the cost of plans looks up, as far as the connected ranks can measure them.
 
-A price is asked which shapes it looks up (`TimingTable.noting`); these, and nothing else, are queued.  Groups of
-devices that the ranks cannot form are measured as the nearest that they can, from which the price scales them.
+The cost model records the shapes that it looks up (`TimingTable.noting`), and only these are queued.  Groups of devices
+that the ranks cannot form are replaced by the nearest possible ones, from which the cost model scales.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from autoplan.topology.cluster import DeviceSpec
 
 Lookups = Mapping[tuple[Operation, str], Collection[tuple[int, ...]]]
 
-SIZE_STEP = 4  # between the buffers of a line: rates between two are interpolated
-SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**30  # beyond the largest the rate is kept
+SIZE_STEP = 4  # ratio of buffer sizes in a series: rates in between are interpolated
+SMALLEST_BYTES, LARGEST_BYTES = 2**10, 2**30  # beyond the largest size the rate is constant
 REDUCTIONS = ("all_gather", "all_reduce", "reduce_scatter")
 
 
 def lookup_tasks(
     lookups: Lookups, hello: Hello, modes: Collection[Mode], device: DeviceSpec, measured: Collection[TaskKey]
 ) -> list[RankedTask]:
-    """Return the tasks that measure what prices look up and nobody measured yet, the longest calls first."""
+    """Return the tasks for looked-up timings that are not measured yet, the longest calls first."""
     tasks: list[RankedTask] = []
     for mode in modes:
         for operation, dtype, shape, suffix in sorted(_measurable(lookups, hello)):
@@ -45,7 +45,7 @@ def lookup_tasks(
 
 
 def _measurable(lookups: Lookups, hello: Hello) -> set[tuple[Operation, str, tuple[int, ...], str]]:
-    """Return (operation, type, shape, ending of the kernel's name) of what these ranks can run."""
+    """Return (operation, type, shape, suffix of the kernel's name) of the lookups that these ranks can run."""
     measurable: set[tuple[Operation, str, tuple[int, ...], str]] = set()
     groups: dict[tuple[Operation, Layout], set[int]] = defaultdict(set)
     for (operation, dtype), shapes in lookups.items():
@@ -66,15 +66,15 @@ def _measurable(lookups: Lookups, hello: Hello) -> set[tuple[Operation, str, tup
 
 
 def _is_shape(operation: Operation, shape: tuple[int, ...]) -> bool:
-    """Return whether there is something to run: a price may ask for no tokens."""
+    """Return whether there is anything to run: a lookup may have no tokens."""
     return all(size > 0 or name == "window" for name, size in zip(SHAPES[operation], shape, strict=True))
 
 
 def nearest_layout(shape: tuple[int, ...], num_domains: int, ranks_per_domain: int) -> Layout | None:
-    """Return the layout nearest to a collective's that ranks in so many domains can form; None where there is none.
+    """Return the layout nearest to a collective's that ranks in so many domains can form; None if there is none.
 
-    All siblings of a group work at once, as they do in training.  A group that leaves its domain is measured over as
-    many domains as there are, with as many members in each.
+    All siblings of a group work at the same time, as in training.  A group across domains is measured over all domains,
+    with the same number of members in each.
     """
     members, inside, _, _ = shape
     per_node = _largest_divisor(ranks_per_domain, inside)
@@ -89,7 +89,7 @@ def _largest_divisor(number: int, at_most: int) -> int:
 
 
 def _buffers(sizes: Collection[int]) -> Iterator[int]:
-    """Yield sizes of buffers between which, and beyond which, all `sizes` lie."""
+    """Yield buffer sizes that cover all `sizes` by interpolation, or by the constant rate at the ends."""
     smallest, largest = (min(max(size, SMALLEST_BYTES), LARGEST_BYTES) for size in (min(sizes), max(sizes)))
     first, last = math.floor(math.log(smallest, SIZE_STEP)), math.ceil(math.log(largest, SIZE_STEP))
     yield from (SIZE_STEP**power for power in range(first, last + 1))

@@ -21,18 +21,18 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import MOST_TEXT
 from autoplan.spec.operations import Operation, check_shape
 
-PROTOCOL = 1  # raised when the way of measuring changes so that older samples mean something else
+PROTOCOL = 1  # incremented when a change of the measurement method makes older samples incomparable
 
 Mode = Literal["burst", "sustained", "imported"]
-# `unstable`: the samples did not settle; `contaminated`: other load took part; `failed`: `reason` says how.
+# `unstable`: the samples did not settle; `contaminated`: other load interfered; `failed`: `reason` says how.
 Status = Literal["ok", "unstable", "contaminated", "failed"]
-SLOWED = "device slowed down"  # how the reason begins where no other load was to blame
+SLOWED = "device slowed down"  # beginning of the reason if no other load was the cause
 
 MOST_SAMPLES = 10_000
-MOST_DTYPE = 40  # characters; the store keeps types in an index
-SETTINGS = ("power_cap_w", "clock_mhz")  # of a fingerprint: what may be set of a device
-SAME_SETTING = 0.05  # these differ by as much between cards that are sold as the same
-LONGEST_S = 1e6  # above which a sample is no time
+MOST_DTYPE = 40  # maximum characters; the store indexes types
+SETTINGS = ("power_cap_w", "clock_mhz")  # configurable properties of a device in a fingerprint
+SAME_SETTING = 0.05  # settings of cards of the same model differ by up to this
+LONGEST_S = 1e6  # maximum of a valid sample
 NOT_CONTENT = ("measured_by", "host", "measured_at")
 
 
@@ -40,7 +40,7 @@ NOT_CONTENT = ("measured_by", "host", "measured_at")
 class Fingerprint:
     """The properties of a machine that determine timings; stable across reboots.  Blank means unknown."""
 
-    device: str  # autoplan's id of the device where it ships one, else the name that the driver reports
+    device: str  # autoplan's id if the device is shipped, otherwise the name reported by the driver
     memory_bytes: int = 0  # visible
     devices_per_node: int = 0
     num_hosts: int = 1
@@ -51,7 +51,7 @@ class Fingerprint:
     cpu: str = ""
     nics: tuple[str, ...] = ()  # kind and rate of each, sorted
     topology: str = ""  # hash of the links between devices, sockets and NICs of a node
-    clock_mhz: int = 0  # highest that the device may run at
+    clock_mhz: int = 0  # maximum clock
     power_cap_w: int = 0
 
     def __post_init__(self) -> None:
@@ -67,12 +67,12 @@ class Fingerprint:
 
     @property
     def of_one_device(self) -> Fingerprint:
-        """Return what decides how long one device takes alone: no NIC, link or other host."""
+        """Return the properties that determine the speed of a single device, without NICs, links and other hosts."""
         return replace(self, devices_per_node=0, num_hosts=1, collectives="", nics=(), topology="")
 
     @property
     def words(self) -> str:
-        """The device and what is known of its software and power, in words."""
+        """Description of the device and the known software and power limit."""
         parts = (
             self.device,
             self.torch and f"torch {self.torch}",
@@ -85,7 +85,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """Operation of one shape, measured on one machine; times in seconds, `shape` as `operations.SHAPES` names it."""
+    """Operation of one shape, measured on one machine; times in seconds, `shape` as in `operations.SHAPES`."""
 
     fingerprint: Fingerprint
     operation: Operation
@@ -96,7 +96,7 @@ class Record:
     mode: Mode = "sustained"
     status: Status = "ok"
     reason: str = ""  # why a record is not ok
-    # What else was seen: clocks, power, algorithm and protocol of a collective, foreign load, a GEMM running beside.
+    # Other observations: clocks, power, algorithm and protocol of a collective, other load, concurrent GEMMs.
     conditions: Mapping[str, str] = field(default_factory=dict)
     source: str = ""  # of an imported record
     protocol: int = PROTOCOL
@@ -141,7 +141,7 @@ class Record:
 
 
 def settings_differ(first: int, second: int) -> bool:
-    """Return whether two power caps or clocks make two machines of one device, where both are known."""
+    """Return whether two known power caps or clocks are so different that the machines count as different."""
     return bool(first and second) and max(first, second) > (1 + SAME_SETTING) * min(first, second)
 
 

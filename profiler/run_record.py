@@ -22,26 +22,26 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
-# `contaminated`: other load or slow devices took part; `oom`: out of memory; `failed`: `reason` says how.
+# `contaminated`: other load or slow devices interfered; `oom`: out of memory; `failed`: `reason` says how.
 RunStatus = Literal["ok", "contaminated", "oom", "failed"]
-TIMED = ("ok", "contaminated")  # that have step times
+TIMED = ("ok", "contaminated")  # statuses with step times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Run of a plan; times are seconds of a step, or means over several, after the warm-up."""
+    """Run of a plan; times are seconds per step, or means over several steps, after the warm-up."""
 
     fingerprint: Fingerprint
-    framework: str  # as autoplan calls it
+    framework: str  # autoplan's name
     model: ModelSpec
     training: TrainingSpec
     plan: ParallelPlan
     step_s: tuple[float, ...] = ()
-    peak_bytes: float | None = None  # that the framework's log shows, of the fullest rank that told
-    predicted_s: float | None = None  # of a step, before the run
+    peak_bytes: float | None = None  # as in the framework's log, of the reporting rank with the highest peak
+    predicted_s: float | None = None  # predicted step time, before the run
     status: RunStatus = "ok"
     reason: str = ""  # why a run is not ok
-    # What else was seen: other load, and clocks, power and slowdowns of the devices.
+    # Other observations: other load, and clocks, power and slowdowns of the devices.
     conditions: Mapping[str, str] = field(default_factory=dict)
     source: str = ""  # how it was measured: the built-in trainer, the log of Megatron-LM
     measured_by: str = ""
@@ -69,7 +69,7 @@ class RunRecord:
     @property
     def key(self) -> str:
         """SHA-256 of the content, in hexadecimal."""
-        # A placement names hosts: it can be left out too.
+        # A placement contains host names, so it can be removed too.
         content = _content(replace(self, plan=replace(self.plan, placement=None)))
         content = {name: value for name, value in content.items() if name not in NOT_CONTENT}
         return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
@@ -81,7 +81,7 @@ class RunRecord:
 
 
 def _content(value: Any) -> Any:
-    """A value as JSON has it, without the fields that hold their defaults: one that is added later changes no key."""
+    """Return a value as JSON without default fields, so that a field added later does not change keys."""
     if not is_dataclass(value) or isinstance(value, type):
         return [_content(part) for part in value] if isinstance(value, tuple) else msgspec.to_builtins(value)
     content = {}

@@ -1,4 +1,4 @@
-"""Selection of the measurements that a table takes: of the kernels that others measured, and of disturbed ones."""
+"""Selection of the measurements for a timing table, from imported kernels and from disturbed records."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import TRAINER_UNITS, Operation
 from autoplan.topology.cluster import DeviceSpec
 
-# FlashAttention as training runs it, by generation; on Blackwell, where its kernels are cuDNN's and not in the tables,
-# the fastest of those written for it.
+# FlashAttention kernels used in training, by generation; on Blackwell training uses cuDNN kernels, which the tables
+# lack, so the fastest kernels written for it are used.
 FLASH_KERNELS: dict[str, tuple[str, ...]] = {
     "ampere": ("flash_attention", "vllm_flash_attn"),
     "hopper": ("fa3",),
@@ -21,20 +21,20 @@ FLASH_KERNELS: dict[str, tuple[str, ...]] = {
 }
 EXPERTS_KERNEL = "moe_torch_flow_cutlass balanced"
 COLLECTIVES_KERNEL = "NCCL"
-LEAST_GEMM = (128, 256, 256)  # m, n and k of products that training has
+LEAST_GEMM = (128, 256, 256)  # minimum m, n and k of GEMMs in training
 
-MOST_LOAD = 0.5  # share of the machine
+MOST_LOAD = 0.5  # maximum share of the machine used by other load
 DISTURBED: tuple[Status, ...] = ("unstable", "contaminated")
-_LOAD = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) %")  # as the timer tells it; a record from elsewhere may hold any words
+_LOAD = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) %")  # format of the timer; imported records may contain any text
 
 
 def may_stand_in(operation: Operation, status: Status, conditions: Mapping[str, str]) -> bool:
-    """Tell whether a record that is not clean serves where there is no clean one: of several the middle one.
+    """Return whether a disturbed record may be used if there is no clean one (of several, the median one).
 
-    A median that has not settled does; what a device took in a slow phase, since training meets such phases too; and
-    CPU time, which other load stretches by a part of itself, where a datasheet is off by factors.  A clock on the wall
-    that ran beside other load counts for units of the trainer alone, up to `MOST_LOAD`: times were up to a half
-    too long there, and five times too short from sums of kernels in their place.
+    This holds for a median that has not settled; for a device in a slow phase, as these also occur in training; and for
+    CPU time, which other load increases only partly, whereas a datasheet is off by factors.  Wall-clock times with
+    other load only count for units of the trainer, up to `MOST_LOAD`: such times were up to 50 % too long, but the sums
+    of kernels used instead were five times too short.
     """
     if status == "contaminated" and conditions.get("clock") != "cpu time":
         load = _LOAD.fullmatch(conditions.get("other_load", ""))
@@ -44,10 +44,10 @@ def may_stand_in(operation: Operation, status: Status, conditions: Mapping[str, 
 
 
 def for_training(measurements: Iterable[Measurement], device: DeviceSpec) -> list[Measurement]:
-    """The `measurements` of `device` as a table of training takes them, one kernel for each shape of attention.
+    """Return the `measurements` of `device` that a training table uses, with one kernel per shape of attention.
 
-    Products of training's sizes, of all libraries; the fastest flash kernel; experts with balanced routing; NCCL, in
-    whose times only the bytes count.
+    These are GEMMs of training sizes from all libraries; the fastest flash kernel; experts with balanced routing; and
+    NCCL, whose times only depend on the bytes.
     """
     selected = []
     fastest: dict[tuple[str, tuple[int, ...]], Measurement] = {}

@@ -21,10 +21,10 @@ from autoplan.profiler.tasks import RankedTask, TaskKey
 from autoplan.spec.operations import Operation
 from autoplan.topology.cluster import ClusterSpec
 
-MOST_RESTARTS = 3  # in a row
-WORTH_ANOTHER = ("contaminated", "unstable")  # what the machine was like is no trait of the operation
-MOST_AGAIN, LEAST_AGAIN_S = 0.3, 30.0  # time for second visits: a share of that of the first ones, at least so much
-SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # over the median, worth a word; 5 % between devices are usual (`modelling` C1)
+MOST_RESTARTS = 3  # consecutive restarts
+WORTH_ANOTHER = ("contaminated", "unstable")  # caused by the state of the machine, not by the operation
+MOST_AGAIN, LEAST_AGAIN_S = 0.3, 30.0  # time for repetitions: a share of the time so far, but at least so many seconds
+SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # ratios to the median that are reported; 5 % is usual (`modelling` C1)
 
 
 class Store(Protocol):
@@ -42,8 +42,8 @@ class Progress:
     """State of a sweep."""
 
     total: int
-    outcomes: dict[Task, Outcome] = field(default_factory=dict)  # a settled one of each task, else its last
-    num_visits: int = 0  # of tasks so far
+    outcomes: dict[Task, Outcome] = field(default_factory=dict)  # a settled outcome of each task, or its last one
+    num_visits: int = 0  # tasks visited so far
     left_s: float = 0.0
     elapsed_s: float = 0.0
 
@@ -192,7 +192,7 @@ def run(
 def record_of(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> Record:
     """Return the record of a new measurement."""
     measured_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    # A second failure is another one, though nothing was measured that tells it from the first.
+    # A second failure must get another key, although no measurement distinguishes it from the first.
     failed = {"failed_at": measured_at} if outcome.status == "failed" else {}
     return Record(
         fingerprint=hello.fingerprint,

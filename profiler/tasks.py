@@ -1,8 +1,8 @@
 """Tasks worth measuring for a model on this machine, best first.
 
-A first point of every line (an operation with all its sizes but the one that grows with the batch) comes before a
-second point of any, since rates along a line are interpolated and kept beyond its end; among equals comes first what
-takes the larger share of a step, calls x the time that the device's datasheet allows.
+A first point of every line (an operation with all sizes fixed except the one that grows with the batch) comes before a
+second point of any line, since rates are interpolated along a line and constant beyond its ends; otherwise operations
+with the larger share of a step come first (calls x time from the device's datasheet).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from autoplan.spec.timing import batch_index
 from autoplan.topology.cluster import DeviceSpec
 
 BUFFERS = {"cpu": tuple(2**power for power in range(10, 26, 3)), "cuda": tuple(2**power for power in range(16, 31, 2))}
-BESIDE_LEAST_BYTES = 2**22  # smaller ones end before a product has begun
-ACTION_S = 5e-4  # of the host, for an action of a pipeline: the order of what was seen
-OVERHEAD_S = 0.3  # of a measurement: memory, first runs, messages
-# Where a device is not shipped: an H100's rates order the operations well enough.
+BESIDE_LEAST_BYTES = 2**22  # smaller collectives end before a GEMM has started
+ACTION_S = 5e-4  # host time of a pipeline action, by order of magnitude
+OVERHEAD_S = 0.3  # overhead of a measurement: memory, first runs, messages
+# Used for devices that are not shipped: H100 rates are good enough to order the operations.
 _ANY_DEVICE = "h100-sxm"
 
 TaskKey = tuple[str, tuple[int, ...], str, str, str]  # operation, shape, dtype, kernel, mode
@@ -61,16 +61,16 @@ class MeasurementScope:
 
     @property
     def is_latent(self) -> bool:
-        """Tell whether values are narrower than keys."""
+        """Return whether values are narrower than keys."""
         return self.model.qk_head_dim != self.model.v_head_dim
 
     def window_of(self, block: Block) -> int:
-        """Tokens that a query of `block` sees, 0 for all before it."""
+        """Return the number of tokens that a query of `block` attends to; 0 for all preceding tokens."""
         window = self.model.window or 0
         return window if block is Block.WINDOW_ATTENTION and window < self.seq_len else 0
 
     def degrees(self) -> tuple[int, ...]:
-        """The tensor-parallel degrees that the model admits, of the powers of two that are in use."""
+        """Tensor-parallel degrees that the model supports, among common powers of two."""
         return tuple(tp for tp in (1, 2, 4, 8, 16, 32, 64) if self._divides(tp))
 
     def _divides(self, tp: int) -> bool:
@@ -113,7 +113,7 @@ def ranked_tasks(scope: MeasurementScope, hello: Hello, measured: Collection[Tas
                 is_windowed = operation.startswith("attention") and call.shape[-1] > 0
                 kernel = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
                 if kernel and (not scope.only or operation in scope.only):
-                    # FSDP2 casts the weights as it gathers them: no copy in the type of the products is left to make.
+                    # FSDP2 casts the weights during the gather, so there is no separate copy in the compute type.
                     is_bare = operation == "optimizer" and scope.framework.memory.fsdp2_states
                     task = Task(
                         operation=operation,
@@ -133,7 +133,7 @@ def ranked_tasks(scope: MeasurementScope, hello: Hello, measured: Collection[Tas
 
 
 def _ordered(planned: Iterable[RankedTask], measured: Collection[TaskKey]) -> list[RankedTask]:
-    """First points of lines first, their smallest; then by effect."""
+    """Return the tasks with the smallest point of every new line first, then by effect."""
     begun = {_line(*key) for key in measured}
     first: list[RankedTask] = []
     further: list[RankedTask] = []
@@ -150,16 +150,16 @@ def _line(operation: str, shape: tuple[int, ...], dtype: str, kernel: str, mode:
 
 
 class _Call(NamedTuple):
-    """Operation that a step calls, and how often for one micro-batch."""
+    """Operation called in a step, and its calls per micro-batch."""
 
     operation: Operation
     shape: tuple[int, ...]
     num_calls: int
-    suffix: str = ""  # ending of the kernel's name
+    suffix: str = ""  # suffix of the kernel's name
 
 
 def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
-    """Yield calls of what one device computes."""
+    """Yield calls for computation on one device."""
     model, seq_len = scope.model, scope.seq_len
     shapes = block_shapes(model)
     counts = Counter(block for layer in model.layers for block in layer)
@@ -170,7 +170,7 @@ def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
         heads, kv_heads = model.num_heads // tp, max(model.kv_heads // tp, 1)
         for micro_batch in scope.micro_batches:
             tokens = micro_batch * seq_len
-            part = tokens // tp if scope.framework.network.sequence_parallel else tokens  # between the cut matrices
+            part = tokens // tp if scope.framework.network.sequence_parallel else tokens  # between the split matrices
             for block, count in counts.items():
                 for linear in shapes[block].linears:
                     if linear.is_expert:
@@ -204,14 +204,14 @@ def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
                         yield _Call("experts", (part * ep, *experts), count)
                         yield _Call("experts_backward", (part * ep, *experts), count)
             yield _Call("cross_entropy", (tokens, columns), 1)
-    # Two sizes give its rate and what it costs to begin; 16 bytes a parameter are held.
+    # Two sizes determine its rate and its start-up time; 16 bytes per parameter are stored.
     max_parameters = max(min(count_parameters(model) // 2, hello.fingerprint.memory_bytes // 16 // 16), 8)
     for size in (max_parameters // 8, max_parameters):
         yield _Call("optimizer", (size,), 1)
 
 
 def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
-    """Yield calls of the units of the built-in trainer, of those that the ranks have room for."""
+    """Yield calls of units of the built-in trainer that fit into the ranks' memory."""
     model, seq_len, ranks_per_node = scope.model, scope.seq_len, hello.ranks_per_node
     num_layers = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
     sizes = (model.hidden_size, model.ffn_size, model.num_heads, model.kv_heads, model.qk_head_dim)
@@ -229,13 +229,13 @@ def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
         for end in ends:
             yield _Call(end, (micro_batch * seq_len, model.hidden_size, model.vocab_size, tp), 1)
     if ranks_per_node > 1:
-        # The difference is what an action takes, the rest the step.
+        # The difference is the time of an action, the rest that of the step.
         for num_micro_batches in (ranks_per_node, 4 * ranks_per_node):
             yield _Call("pipeline_actions", (num_micro_batches, ranks_per_node, ranks_per_node), 1)
 
 
 def _replicas(tp: int, hello: Hello) -> list[int]:
-    """Numbers of ranks that may share the states of what `tp` ranks hold: 1, 2, 4 ... of a node, and all."""
+    """Return numbers of ranks that may shard the states of `tp` ranks: 1, 2, 4 ... in a node, and all."""
     ranks_per_part = hello.ranks_per_node // tp
     return sorted(
         {size for size in (2**power for power in range(11)) if ranks_per_part % size == 0} | {len(hello.hosts) // tp}
@@ -243,7 +243,7 @@ def _replicas(tp: int, hello: Hello) -> list[int]:
 
 
 def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
-    """Yield calls of what groups of every layout send: each a few times in a layer."""
+    """Yield calls for the communication of groups in every layout: each a few times per layer."""
     group_layouts = layouts(hello.num_domains, hello.ranks_per_domain)
     for layout in group_layouts:
         is_widest = not any(

@@ -28,13 +28,13 @@ from autoplan.profiler.operations.inputs import ChainedRun, Run, StagedRun
 from autoplan.profiler.protocol import Outcome, Rules
 from autoplan.profiler.record import SLOWED
 
-MOST_KEPT = 400  # samples of a record
-MOST_CALLS = 100_000  # in one sample
-MOST_WALL_OVER_CPU = 1.05  # above it a kernel waited for its core (`closed-loop` 8)
-HOST_BOUND = 0.8  # share of a sample that queueing it takes, from which on the device may wait for its host
-HOST_LOOKS = 5  # at how long queueing takes
-HOLD_MARGIN = 1.25  # over the time of queueing, which varies
-# Some 1,000 launches of 2 us: a device that is held takes 1,024 of them, then the host waits for it.
+MOST_KEPT = 400  # maximum samples in a record
+MOST_CALLS = 100_000  # maximum calls in a sample
+MOST_WALL_OVER_CPU = 1.05  # above this ratio a kernel waited for its core (`closed-loop` 8)
+HOST_BOUND = 0.8  # queueing time over sample time above which the device may wait for the host
+HOST_LOOKS = 5  # measurements of the queueing time
+HOLD_MARGIN = 1.25  # over the queueing time, which varies
+# About 1,000 launches of 2 us: a held device queues 1,024 of them, then the host waits.
 MOST_QUEUED_S = 2e-3
 _SPIN_CYCLES = 10_000_000
 
@@ -98,7 +98,7 @@ def spread(samples_s: Sequence[float]) -> float:
 
 
 def scatter(samples_s: Sequence[float]) -> float:
-    """Interquartile range over the median."""
+    """Return the interquartile range over the median."""
     low, middle, high = np.quantile(samples_s, [0.25, 0.5, 0.75])
     return float((high - low) / middle)
 
@@ -133,7 +133,7 @@ def measure(
     if rules.rest_s:
         time.sleep(rules.rest_s)
     first_s = bench.elapsed_s(1)
-    team.meet()  # a rank that hangs does so in its first calls
+    team.meet()  # hangs occur in the first calls
     first_s = team.decide(first_s)
     if first_s >= rules.long_s:
         if bench.remaining_s() < first_s:
@@ -201,10 +201,10 @@ class _Bench:
         return _outcome(best, clean_s, conditions, rules, num_samples)
 
     def calls_of_sample(self, num_calls: int) -> tuple[int, float]:
-        """Return how many calls, `num_calls` at least, make a sample long enough to be timed, and its seconds."""
+        """Return the number of calls (at least `num_calls`) for a sample that is long enough, and its seconds."""
         while True:
             rank_s = self._host_sample_s(num_calls) if self.on_cpu else self.elapsed_s(num_calls)
-            elapsed_s = max(self.team.decide(rank_s), 1e-7)  # one decides: collectives need the same calls everywhere
+            elapsed_s = max(self.team.decide(rank_s), 1e-7)  # the same for all: collectives need equal calls everywhere
             if elapsed_s >= self.rules.sample_s or num_calls >= MOST_CALLS:
                 return num_calls, elapsed_s
             num_longer = math.ceil(1.1 * num_calls * self.rules.sample_s / elapsed_s)
@@ -219,13 +219,13 @@ class _Bench:
             synchronise(self.device)
 
     def elapsed_s(self, num_calls: int) -> float:
-        """Time calls, all that comes before them included."""
+        """Return the time of calls, including their preparation."""
         began = time.perf_counter()
         self.repeat(num_calls)
         return time.perf_counter() - began
 
     def _host_sample_s(self, num_calls: int) -> float:
-        """Time calls on the host, without what is prepared before each."""
+        """Return the time of calls on the host, without their preparation."""
         run, clock = self.run, time.process_time if self.by_cpu_time else time.perf_counter
         if isinstance(run, StagedRun):
             total_s = 0.0
@@ -259,7 +259,7 @@ class _Bench:
         return _Report(samples_s=samples_s, wall_over_cpu=wall / max(cpu, 1e-9), window=self.sensors.stop())
 
     def _queueing(self, num_calls: int) -> tuple[float, float]:
-        """Return the seconds that the host takes to queue calls, and those until they are through."""
+        """Return (seconds to queue calls on the host, seconds until they are finished)."""
         run, began = self.run, time.perf_counter()
         if run is not None:
             for _ in range(num_calls):
@@ -270,7 +270,7 @@ class _Bench:
 
 
 def _judged(reports: list[_Report], rules: Rules, *, is_collective: bool, on_cpu: bool) -> _Round:
-    """Return a round as all ranks have reported it, with what disturbed it."""
+    """Combine the reports of all ranks on a round, with what disturbed it."""
     times = np.array([report.samples_s for report in reports if report.samples_s])
     is_slow = max(report.window.pace for report in reports) > 1 + rules.most_slowdown
     return _Round(
@@ -283,14 +283,14 @@ def _judged(reports: list[_Report], rules: Rules, *, is_collective: bool, on_cpu
 
 
 def _is_settled(samples_s: Sequence[float], rules: Rules) -> bool:
-    """Return whether the median of the samples is known well enough."""
+    """Return whether the median of the samples is certain enough."""
     return bool(samples_s) and spread(samples_s) <= rules.most_spread and scatter(samples_s) <= rules.most_scatter
 
 
 def _outcome(
     best: _Round, clean_s: Sequence[float], conditions: dict[str, str], rules: Rules, num_samples: int
 ) -> Outcome:
-    """Return what undisturbed rounds of this many samples tell; where there were none, the `best` of the others."""
+    """Return the outcome of undisturbed rounds with so many samples, or else of the `best` disturbed round."""
     if not clean_s:
         slowed = f"{SLOWED}: {best.slowdown}" if best.slowdown else ""
         why = slowed or f"other load took {100 * best.foreign:.0f} % of the machine"
@@ -319,7 +319,7 @@ def _outcome(
 
 
 def hold_for(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
-    """(calls in a sample, seconds to hold the device): queueing `num_calls` takes `queued_s`, running `sample_s`."""
+    """Return (calls per sample, seconds to hold the device): `num_calls` take `queued_s` to queue, `sample_s` to run."""
     if queued_s <= HOST_BOUND * sample_s:
         return num_calls, 0.0
     calls = max(int(num_calls * min(MOST_QUEUED_S / queued_s, 1.0)), 1)
@@ -327,18 +327,18 @@ def hold_for(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, flo
 
 
 def usual(looks: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the medians of several (seconds to queue, seconds until through): one look may meet a busy host."""
+    """Return the medians of several (seconds to queue, seconds until finished), since the host may be busy once."""
     queued_s, sample_s = np.median(np.asarray(looks), axis=0)
     return float(queued_s), float(sample_s)
 
 
 def _spin(num_cycles: int) -> None:
-    """Queue a kernel that only waits for this long."""
+    """Queue a kernel that only waits for this many cycles."""
     torch.cuda._sleep(num_cycles)  # type: ignore[no-untyped-call]
 
 
 def _spin_hz(device: torch.device) -> float:
-    """Cycles a second of the kernel that does nothing for this many: counted, as clocks differ in what they count."""
+    """Return the cycles per second of the waiting kernel, measured because devices count different clocks."""
     _spin(_SPIN_CYCLES)  # wakes the clocks
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     first.record()
@@ -349,10 +349,10 @@ def _spin_hz(device: torch.device) -> float:
 
 
 def _device_samples_s(run: Run | StagedRun, num_calls: int, num_samples: int, sensors: Sensors, hold: int) -> Floats:
-    """Time `num_calls` calls on the device by marks in its queue, without what is prepared before each.
+    """Time `num_calls` calls on the device with events in its queue, without their preparation.
 
-    What comes before is run with the calls, then as often alone: a mark between the two would find a queue that has run
-    dry, and count what the host takes to launch, which training hides.  Before each sample the device idles for `hold`
+    The preparation runs with the calls, and then alone the same number of times: an event between the two would follow
+    an empty queue and include launch times, which training hides.  Before each sample the device idles for `hold`
     cycles.
     """
     marks: list[Any] = []

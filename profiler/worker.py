@@ -1,7 +1,7 @@
 """Measuring rank: joins the others, then runs the tasks of rank 0 until there are no more.
 
-A rank is a child of the program that was started (`launch`).  Messages between ranks go over gloo on the host, also
-where devices talk NCCL.
+A rank is a child of the started program (`launch`).  Messages between ranks use gloo on the host, even if devices use
+NCCL.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from autoplan.spec.operations import COLLECTIVES, Operation
 from autoplan.trainer.device import describe
 from autoplan.trainer.device import join as join_ranks
 
-CHECK_SIZE = {"cpu": 512, "cuda": 8192}  # of the product by which devices are compared
-CHECK_BYTES = {"cpu": 2**22, "cuda": 2**28}  # of the message by which links are compared
+CHECK_SIZE = {"cpu": 512, "cuda": 8192}  # size of the GEMM that compares devices
+CHECK_BYTES = {"cpu": 2**22, "cuda": 2**28}  # size of the message that compares links
 CHECK_REPEATS = 10
-IDLE_S = 3600.0  # for which a rank waits for the next task
-# What NCCL and RCCL were told; what they chose themselves they do not say.
+IDLE_S = 3600.0  # maximum wait of a rank for the next task
+# Settings of NCCL and RCCL made by the user; their own choices are not reported.
 NCCL_SETTINGS = ("NCCL_ALGO", "NCCL_PROTO", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_NVLS_ENABLE")
 
 
 @dataclass(kw_only=True)
 class Ranks:
-    """The ranks of this job, as one of them sees them."""
+    """The ranks of this job, from the view of one of them."""
 
     rank: int
-    hosts: list[str]  # of every rank
+    hosts: list[str]  # host of every rank
     device: torch.device
     sensors: Sensors
     groups: collectives.Groups
     grids: trainer_units.Grids
     control: dist.ProcessGroup  # gloo, on the host
-    until: float = math.inf  # when the present task must be through, by the monotonic clock
-    decider: int = 0  # rank whose times decide for all in the present task: one that does not stand by
+    until: float = math.inf  # deadline of the current task, by the monotonic clock
+    decider: int = 0  # rank whose times apply to all ranks in the current task; not an idle one
 
     def gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, by rank, on every rank."""
@@ -78,13 +78,13 @@ class Ranks:
         return box[0]
 
     def meet(self) -> None:
-        """Wait for all ranks until before the watchdogs act, so that rank 0 can name those that do not come."""
+        """Wait for all ranks, for less time than the watchdogs, so that rank 0 can name missing ranks."""
         left_s = min(max(self.until - time.monotonic(), 1.0), IDLE_S)
         dist.monitored_barrier(self.control, datetime.timedelta(seconds=left_s), wait_all_ranks=True)
 
 
 def join(place: RankPlace, job: Job) -> Ranks:
-    """Become a rank: take a device and meet the others."""
+    """Take a device, join the other ranks, and return them."""
     device = join_ranks(place, job.limit_s)
     torch.manual_seed(place.rank)
     control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=IDLE_S))
@@ -109,7 +109,7 @@ def join(place: RankPlace, job: Job) -> Ranks:
 
 
 def greet(ranks: Ranks, job: Job) -> Hello:
-    """Return the first message of the ranks, the same on each: what there is to measure with."""
+    """Return the first message of the ranks, the same on each, which describes the available operations and devices."""
     device, hosts = ranks.device, ranks.hosts
     num_nodes = len(set(hosts))
     machine = fingerprint(device, num_hosts=num_nodes, devices_here=len(hosts) // num_nodes)
@@ -165,9 +165,9 @@ def _default_dtype(device: torch.device) -> str:
 
 
 def _compared(ranks: Ranks) -> tuple[list[float], dict[tuple[int, int], float]]:
-    """Return (seconds of one product on every rank, seconds of one message between pairs of ranks), all at once.
+    """Return (seconds of one GEMM on every rank, seconds of one message between pairs of ranks), measured at once.
 
-    Each rank meets those at a distance of 1, 2, 4 ...: every NIC and every device's links carry something.
+    Each rank exchanges messages at distances of 1, 2, 4 ..., so that every NIC and the links of every device are used.
     """
     device, size = ranks.device, CHECK_SIZE[ranks.device.type]
     factory = InputFactory(device=device, dtype=_default_dtype(device))
@@ -197,11 +197,11 @@ def _least_s(run: Run, device: torch.device, clock: Callable[[], float]) -> floa
         run()
         synchronise(device)
         times.append(clock() - began)
-    return min(times)  # others only add to it
+    return min(times)  # other load only adds to it
 
 
 def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
-    """Build the call for `task` on this rank, None for standing by; memory is taken, and kernels run once."""
+    """Build the call for `task` on this rank (None if idle), allocate its memory, and run its kernels once."""
     factory = InputFactory(device=ranks.device, dtype=task.dtype, kernel=task.kernel)
     if task.kernel.endswith(BESIDE):
         return collectives.build_beside_gemm(task.operation, task.shape, factory, ranks.groups, ranks.decide)
@@ -221,7 +221,7 @@ Prepare = Callable[[Task, Ranks], Run | StagedRun | None]
 
 
 def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
-    """Measure one task together with the other ranks; what fails before they depend on each other is an outcome."""
+    """Measure one task together with the other ranks; failures before they synchronise become an outcome."""
     began, run, trouble, backend = time.monotonic(), None, "", ""
     ranks.decider = next((rank for rank, partner in enumerate(task.partners) if rank != partner), 0)
     try:
@@ -237,7 +237,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         _free(ranks.device)
         rank, text = next((rank, text) for rank, text in enumerate(troubles) if text)
         return Outcome(status="failed", reason=f"rank {rank}: {text}")
-    # What the host does for a pipeline is its own time: waits for other stages are no part of it.
+    # Only the host's own time for a pipeline counts, without waits for other stages.
     meets = trainer_units.meets(task.operation, task.shape) if task.operation in trainer_units.UNITS else False
     needs_all = meets or task.operation in COLLECTIVES
     rules = rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s)
@@ -262,7 +262,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
 
 
 def _settings() -> list[str]:
-    """Return the settings by hand of the library of collectives: with others it is another kernel."""
+    """Return the user's settings of the collective library, which are recorded as a separate kernel."""
     return [f"{name}={cleaned(os.environ[name])}" for name in NCCL_SETTINGS if name in os.environ]
 
 
@@ -278,7 +278,7 @@ def serve(place: RankPlace, job: Job, line: Connection, prepare_task: Prepare | 
     """Serve as a rank until there are no more tasks, or the ranks fail as a group."""
     nowhere = Path(os.devnull).open("w")  # noqa: SIM115 - open as long as the process lives
     try:
-        # A watchdog in a thread of its own ends this process even where a driver never comes back.
+        # A watchdog in a separate thread ends this process even if a driver call never returns.
         faulthandler.dump_traceback_later(START_S, exit=True, file=nowhere)
         ranks = join(place, job)
         hello = greet(ranks, job)
@@ -297,19 +297,19 @@ def serve(place: RankPlace, job: Job, line: Connection, prepare_task: Prepare | 
             outcome = perform(task, ranks, job, prepare_task or prepare)
             if ranks.rank == 0:
                 line.send(outcome)
-        # Nobody leaves before all have heard of the end: gloo may take a line that closes right behind its last word
-        # for a fault.  Who closes it first after that is none.
+        # No rank disconnects before all have received the end: gloo may report a connection closed right after its last
+        # message as an error.  After that the order does not matter.
         with contextlib.suppress(RuntimeError):
             ranks.meet()
     except Exception as error:
         with contextlib.suppress(OSError):
             line.send(Fault(text=describe(error)))
-        os._exit(2)  # the ordinary way out waits for groups that no longer answer
+        os._exit(2)  # a normal exit would wait for groups that no longer answer
     os._exit(0)
 
 
 def _received(line: Connection) -> object:
     try:
         return line.recv()
-    except (EOFError, OSError):  # the program is gone
+    except (EOFError, OSError):  # the program has ended
         return None

@@ -1,4 +1,4 @@
-"""Import of timings that people have: exchange files, logs of nccl-tests, traces of runs, tables of aiconfigurator."""
+"""Import of existing timings: exchange files, logs of nccl-tests, traces of runs, tables of aiconfigurator."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ AICONFIGURATOR = "aiconfigurator"
 def read_source(
     source: str, *, device: str | None = None, operation: str | None = None, unknown: Counter[str] | None = None
 ) -> Iterator[Record | RunRecord | Mark]:
-    """The records, runs and marks of a file, or of the installed wheel's tables where `source` is `AICONFIGURATOR`.
+    """Return the records, runs and marks of a file, or of the installed wheel's tables (`AICONFIGURATOR`).
 
-    A file, or a folder of traces, is read to its end before this returns, so that a bad one adds nothing.  `device`
-    names the device of a log or trace, or chooses one of the tables; `operation` is what a log measured that does not
-    say it.  Records of an exchange file whose operation this version does not know are passed over, and counted by
+    A file, or a folder of traces, is read completely before this returns, so that an invalid one adds nothing.
+    `device` names the device of a log or trace, or selects a table; `operation` is the operation of a log that does not
+    contain it.  Records of an exchange file with an operation unknown to this version are skipped, and counted by
     operation in `unknown`.
     """
     from autoplan.profiler.imports.aiconfigurator import read_records

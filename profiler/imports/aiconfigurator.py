@@ -1,9 +1,9 @@
-"""Reader of the tables of the `aiconfigurator-core` wheel: times of kernels and collectives in autoplan's terms.
+"""Reader of the tables of the `aiconfigurator-core` wheel: times of kernels and collectives in autoplan's format.
 
 NVIDIA's inference configurator ships timings of single kernels by device, serving framework and version as parquet
 files under `systems/data` (Apache-2.0, https://github.com/ai-dynamo/aiconfigurator).  The tables stay in that wheel;
-here they are only read, row by row.  They are medians of short benchmarks at burst clocks: the level of a training
-step lies below them (`modelling` C2).
+here they are only read, row by row.  They are medians of short benchmarks at burst clocks, faster than the same kernels
+in training (`modelling` C2).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from autoplan.spec.operations import Operation
 
 INSTALL = "pip install 'autoplan[reference]'"
 
-# Folders of the wheel whose device has another id among the shipped ones; the rest only swap the underscores.
+# Folders in the wheel whose device has another id here; for other folders only the underscores are replaced.
 _DEVICES = {"b200_sxm": "b200", "b300_sxm": "b300"}
 
-# Its words for element types; what is not listed keeps its name.
+# The wheel's names of element types; names not listed are the same.
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 _ELEMENT_BYTES = {"half": 2, "bfloat16": 2, "float16": 2, "int8": 1}
 _COLLECTIVES: dict[str, Operation] = {
@@ -39,7 +39,7 @@ _MS = 1e-3  # latencies are in milliseconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Table:
-    """Columns of one kind of file: `shape` are those that `operations.SHAPES` lists, in its order.
+    """Columns of one kind of file: `shape` has those listed in `operations.SHAPES`, in the same order.
 
     A table of collectives has devices and elements instead (`modelling` D1: not bytes), for several operations.
     """
@@ -48,7 +48,7 @@ class _Table:
     operations: frozenset[Operation]
     shape: tuple[str, ...]
     dtype: str
-    remark: str = ""  # a column that says more about the kernel
+    remark: str = ""  # column with additional information about the kernel
 
 
 _TABLES = (
@@ -83,7 +83,7 @@ _OPTIONAL = {"window_size": 0, "kernel_source": ""}  # columns that older tables
 
 
 def default_root() -> Path:
-    """The folder of tables inside the installed wheel, found without importing the package."""
+    """Return the folder of tables inside the installed wheel, found without importing the package."""
     package = importlib.util.find_spec("aiconfigurator_core")
     for place in (package.submodule_search_locations or ()) if package else ():
         if (Path(place) / "systems" / "data").is_dir():
@@ -92,7 +92,7 @@ def default_root() -> Path:
 
 
 def device_of(folder: str) -> str:
-    """The id under which autoplan ships the device that the wheel keeps in `folder`."""
+    """Return autoplan's id of the device in a `folder` of the wheel."""
     return _DEVICES.get(folder, folder.replace("_", "-"))
 
 
@@ -107,9 +107,9 @@ def read_measurements(
     """Yield the timings under `root` (the installed wheel's tables by default), in the order of the files' paths.
 
     `devices` are autoplan's ids, `frameworks` the serving stacks (trtllm, sglang, vllm, nccl), `dtypes` autoplan's
-    words for element types; None takes all of them.  Rows stream in batches of a file, so that memory does not grow
-    with the wheel.  A folder without tables, a file that is no parquet, a column that is missing and a time that is
-    not positive are refused by one line.
+    names of element types; None means all of them.  Rows are read in batches, so that memory does not grow with the
+    wheel.  Raises an error in one line for a folder without tables, a file that is not parquet, a missing column or a
+    time that is not positive.
     """
     root = root or default_root()
     num_tables = 0
@@ -131,7 +131,7 @@ def read_measurements(
 
 
 def read_records(root: Path | None = None, *, devices: Collection[str] | None = None) -> Iterator[Record]:
-    """Yield the timings as records of one sample on a machine of which only the device is known."""
+    """Yield the timings as records with one sample, on a machine with only a known device."""
     for measurement in read_measurements(root, devices=devices):
         yield Record(
             fingerprint=Fingerprint(device=measurement.device),

@@ -1,9 +1,9 @@
-"""Traces of torch's profiler (Kineto): what each rank did in a step, and what of its communication work has hidden.
+"""Traces of torch's profiler (Kineto): the activity of each rank in a step, and its hidden communication.
 
-Times are attributed instant by instant, so that they add up: to work where some kernel of it runs, else to
-communication, else to copies, else to nothing.  Exposed communication is thereby what Holistic Trace Analysis computes:
-the time in which kernels of NCCL or RCCL run and none of work does.  A trace without devices is one of CPU operators:
-the innermost one counts, and the communication of gloo, which runs in threads of its own.
+Every instant is attributed to one activity, so that times add up: to work if any of its kernels runs, otherwise to
+communication, otherwise to copies, otherwise to idle time.  Exposed communication is defined as in Holistic Trace
+Analysis: the time in which kernels of NCCL or RCCL run and no work does.  A trace without devices contains CPU
+operators: the innermost one counts, and the communication of gloo, which runs in separate threads.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, is_folder
 from autoplan.base.units import cleaned
 
-MOST_BYTES = 2**32  # unpacked
-MOST_OBJECTS = 2**25  # of JSON: an event is two, and takes about 100 bytes of memory
-MOST_S = 1e11  # of a moment and of a length: some 3,000 years
+MOST_BYTES = 2**32  # decompressed
+MOST_OBJECTS = 2**25  # JSON objects: an event is two, and takes about 100 bytes of memory
+MOST_S = 1e11  # maximum of a time and of a length: about 3,000 years
 CHUNK_BYTES = 2**24
 MAGIC = b"\x1f\x8b"
 HEAD_BYTES = 4096
 
-# What a rank does at an instant: the first of these of which something runs, else it is idle.
+# Activities of a rank at an instant: the first one that runs counts, otherwise the rank is idle.
 Activity = Literal["gemm", "attention", "optimizer", "kernels", "collectives", "messages", "copies"]
 ACTIVITIES: tuple[Activity, ...] = get_args(Activity)
 WORK: tuple[Activity, ...] = ("gemm", "attention", "optimizer", "kernels")
@@ -52,17 +52,17 @@ _NAMES: tuple[tuple[Activity, re.Pattern[str]], ...] = (
         ),
     ),
 )
-NUM_MOMENTS = 200  # in which a drawn step is divided; of each that counts which takes most of it
+NUM_MOMENTS = 200  # parts of a drawn step; in each part, the longest activity counts
 _STEP = re.compile(r"ProfilerStep\s*#(\d+)")
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _OPTIMIZER = "Optimizer.step#"
-# Operators in which a thread waits for communication: no work that could hide it.
+# Operators in which a thread waits for communication, which are no work that could hide it.
 _WAITING = ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
 DecodedTrace = TypeVar("DecodedTrace")
 
 
 class Event(msgspec.Struct):
-    """Fields of an event that are read; others are passed over.  `ts` and `dur` are microseconds."""
+    """Fields of an event that are read; others are ignored.  `ts` and `dur` are microseconds."""
 
     ph: str = ""
     name: Any = ""
@@ -83,7 +83,7 @@ class _Trace(msgspec.Struct):
 
 
 class Piece(NamedTuple):
-    """Part of a drawn step in which a rank mostly did the same; seconds since the step began."""
+    """Part of a drawn step with one main activity of a rank; seconds since the start of the step."""
 
     activity: Activity | None  # None: nothing ran
     start_s: float
@@ -92,37 +92,37 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTrace:
-    """Activity of one rank in a step, in the mean of the steps traced; `seconds` and `idle_s` add up to `step_s`."""
+    """Activity of one rank in a step, averaged over the traced steps; `seconds` and `idle_s` add up to `step_s`."""
 
     file: str
-    rank: int | None = None  # where the trace tells it
+    rank: int | None = None  # None if the trace does not contain it
     world_size: int | None = None
     num_steps: int
-    is_marked: bool  # whether steps are marked; else the whole trace counts as one
+    is_marked: bool  # whether steps are marked; otherwise the whole trace counts as one step
     has_devices: bool
     step_s: float
-    marked_step_s: float | None  # mean length of the marks, which the host sets: work may end behind them
+    marked_step_s: float | None  # mean length of the host's marks, after which work may still run
     seconds: dict[Activity, float]
     idle_s: float
     communication_s: float  # of collectives and messages, hidden or not
-    exposed_s: float  # of it, while no work runs
-    longest: tuple[tuple[str, float], ...]  # kernels or operators by name, seconds in a step
+    exposed_s: float  # part of it without concurrent work
+    longest: tuple[tuple[str, float], ...]  # kernels or operators by name, seconds per step
     drawn: tuple[Piece, ...]  # the last step traced
 
     @property
     def work_s(self) -> float:
-        """Seconds in which some work runs."""
+        """Seconds in which any work runs."""
         return sum(self.seconds[name] for name in WORK)
 
     @property
     def hidden_s(self) -> float:
-        """Communication beside work, in seconds."""
+        """Communication with concurrent work, in seconds."""
         return self.communication_s - self.exposed_s
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that ran from one moment to another."""
+    """Something that ran from one time to another."""
 
     start_s: float
     end_s: float
@@ -130,7 +130,7 @@ class Span:
 
 
 def is_trace(path: Path) -> bool:
-    """Tell whether a file begins as the JSON of a trace does, packed or not; a pipe is left for who reads it."""
+    """Return whether a file begins like the JSON of a trace, compressed or not; a pipe is not read."""
     if not is_file(path):
         return False
     try:
@@ -146,7 +146,7 @@ def is_trace(path: Path) -> bool:
 
 
 def trace_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files of traces, with those that folders hold."""
+    """Return trace files, including those in folders."""
     traces: list[Path] = []
     for path in map(Path, paths):
         if not is_folder(path):
@@ -160,11 +160,11 @@ def trace_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def read_trace(path: Path) -> RankTrace:
-    """Return what a rank did, from the trace of torch's profiler in a file, which may be packed by gzip.
+    """Return the activity of a rank, from a trace file of torch's profiler, possibly compressed with gzip.
 
-    Events without a length are passed over.
+    Events without a length are ignored.
 
-    Raises InputError where the file is none, has neither kernels nor operators, or none of them in the marked steps.
+    Raises InputError if the file is no trace, or has no kernels or operators (in the marked steps).
     """
     trace = decoded(path, _Trace)
     complete = [event for event in trace.traceEvents if event.ph == "X" and isinstance(event.name, str)]
@@ -184,16 +184,16 @@ def read_trace(path: Path) -> RankTrace:
 
 @lru_cache(maxsize=2**14)
 def activity_of(name: str) -> Activity:
-    """Return what a kernel or operator of that name does."""
+    """Return the activity of a kernel or operator by its name."""
     return next((activity for activity, pattern in _NAMES if pattern.search(name)), "kernels")
 
 
 def decoded(path: Path, kind: type[DecodedTrace]) -> DecodedTrace:
-    """Return a trace as `kind` has it, from a file which may be packed by gzip."""
+    """Return a trace decoded as `kind`, from a file possibly compressed with gzip."""
     try:
         with path.open("rb") as stream:
             is_packed = stream.read(2) == MAGIC
-        content = bytearray()  # by and by: a read of as much as is allowed would take that much memory for any file
+        content = bytearray()  # in chunks: a single read of the maximum would allocate it for any file
         with gzip.open(path, "rb") if is_packed else path.open("rb") as stream:
             while len(content) <= MOST_BYTES and (chunk := stream.read(CHUNK_BYTES)):
                 content += chunk
@@ -211,20 +211,20 @@ def decoded(path: Path, kind: type[DecodedTrace]) -> DecodedTrace:
 
 def _span(event: Event) -> Span:
     start_s, length_s = float(event.ts) * 1e-6, float(event.dur) * 1e-6
-    if not abs(start_s) < MOST_S or not abs(length_s) < MOST_S:  # also where they are no numbers
+    if not abs(start_s) < MOST_S or not abs(length_s) < MOST_S:  # also true for NaN
         raise ValueError
     return Span(start_s, start_s + length_s, str(event.name))
 
 
 def _marks(events: Iterable[Event], *, has_devices: bool) -> Iterator[tuple[Span, bool]]:
-    """Yield the marks of steps, and whether the device set each: those of the host run ahead of the kernels."""
+    """Yield the marks of steps, and whether each is on the device: the host's marks run ahead of the kernels."""
     for event in events:
         if event.cat in ("user_annotation", "gpu_user_annotation", "cpu_op") and _STEP.match(str(event.name)):
             yield _span(event), has_devices and event.cat == "gpu_user_annotation"
 
 
 def _on_host(events: Sequence[Event]) -> Iterator[tuple[Span, Activity]]:
-    """Yield what ran on the threads of a rank without devices: the innermost operators, and communication."""
+    """Yield the activity of threads on a rank without devices: the innermost operators, and communication."""
     by_thread: dict[Any, list[Span]] = {}
     for event in events:
         span = _span(event)
@@ -237,8 +237,8 @@ def _on_host(events: Sequence[Event]) -> Iterator[tuple[Span, Activity]]:
 
 
 def _innermost(spans: list[Span]) -> Iterator[tuple[Span, Activity]]:
-    """Yield the pieces of nested operators of one thread in which each of them was the innermost."""
-    stack: list[tuple[Span, bool]] = []  # and whether it is part of an update
+    """Yield the parts of nested operators of one thread in which each of them was the innermost."""
+    stack: list[tuple[Span, bool]] = []  # with whether it is part of an optimizer update
     at_s = 0.0
 
     def piece(until_s: float) -> Iterator[tuple[Span, Activity]]:
@@ -267,7 +267,7 @@ def summed(
     *,
     has_devices: bool,
 ) -> RankTrace:
-    """Attribute every instant of the steps to what ran in it; `marks` say whether the device set each."""
+    """Attribute every instant of the steps to one activity; `marks` contain whether each is on the device."""
     by_device = [span for span, is_device in marks if is_device]
     by_host = [span for span, is_device in marks if not is_device]
     steps = by_device or by_host
@@ -310,7 +310,7 @@ def summed(
 
 
 def draw(spans: np.ndarray[Any, np.dtype[np.float64]], start_s: float, end_s: float) -> tuple[Piece, ...]:
-    """Return what ran most in each of `NUM_MOMENTS`, runs joined; `spans` are rows of (start, end, activity)."""
+    """Return the main activity of each of `NUM_MOMENTS`, equal ones joined; `spans` are (start, end, activity)."""
     lengths_s, running = _instants(spans)
     chosen = _chosen(running)
     borders_s, edges_s = np.unique(spans[:, :2]), np.linspace(start_s, end_s, NUM_MOMENTS + 1)
@@ -335,7 +335,7 @@ def draw(spans: np.ndarray[Any, np.dtype[np.float64]], start_s: float, end_s: fl
 
 
 def _chosen(running: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the number of the activity that counts in each piece; -1 where nothing runs."""
+    """Return the activity that counts in each piece; -1 if nothing runs."""
     return np.where(running.any(axis=1), running.argmax(axis=1), -1)
 
 

@@ -1,10 +1,10 @@
-"""Reader of the tables and JSON files of nccl-tests and rccl-tests: what was measured, in which groups.
+"""Reader of the tables and JSON files of nccl-tests and rccl-tests.
 
-Read are `all_reduce_perf`, `all_gather_perf`, `reduce_scatter_perf`, `alltoall_perf`, `broadcast_perf` and
-`sendrecv_perf`.  Their size is that of the whole buffer of a rank (doc/PERFORMANCE.md of nccl-tests: of an all-gather
-what a rank ends with, of a reduce-scatter what it begins with), as `SHAPES` has it; their time is the mean of the
-iterations, in microseconds.  The lines of the ranks tell the groups; hosts are taken for scale-up domains, except for
-devices whose shipped clusters join several hosts by their fabric.
+Supported are `all_reduce_perf`, `all_gather_perf`, `reduce_scatter_perf`, `alltoall_perf`, `broadcast_perf` and
+`sendrecv_perf`.  Their size is the whole buffer of a rank (doc/PERFORMANCE.md of nccl-tests: the output of an
+all-gather, the input of a reduce-scatter), as in `SHAPES`; their time is the mean of the iterations, in microseconds.
+The lines of the ranks define the groups; hosts are assumed to be scale-up domains, except for devices whose shipped
+clusters connect several hosts by their fabric.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OPERATIONS: dict[str, Operation] = {
     "broadcast": "broadcast",
     "sendrecv": "send_recv",
 }
-# As rccl-tests' own JSON calls them.
+# Names in rccl-tests' own JSON.
 _RCCL_NAMES = {name.replace("_", ""): operation for name, operation in _OPERATIONS.items()}
 _DTYPES = {"float": "fp32", "half": "fp16", "bfloat16": "bf16", "double": "fp64", "f8e4m3": "fp8", "fp8_e4m3": "fp8"}
 
@@ -52,7 +52,7 @@ _VERSION = re.compile(
 )
 _COLUMNS = re.compile(r"#?\s*size\s+count\s+type\b.*")
 _TIMES = ("time", "cputime")
-# Older versions print the largest deviation instead of the number of wrong elements; what they allow for each device.
+# Older versions print the largest deviation instead of the number of wrong elements; their tolerance per device.
 _MOST_DEVIATION = {"half": 1e-2, "float": 1e-5, "double": 1e-12}
 
 
@@ -66,7 +66,7 @@ class _Rank:
 
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    """Test as far as its output has been read."""
+    """State of a test while its output is read."""
 
     operation: Operation | None = None
     ranks: list[_Rank] = field(default_factory=list)
@@ -77,11 +77,10 @@ class _Run:
 
 
 def read_log(path: Path, *, device: str | None = None, operation: str | None = None) -> list[Record]:
-    """The records of a log or JSON file of one or several tests.
+    """Return the records of a log or JSON file of one or several tests.
 
-    `device` is autoplan's id of the devices, where the log does not name them or names them otherwise; `operation` is
-    for logs that do not say what was run.  A test that failed gives records marked as failed; what cannot be told for
-    sure is refused by one line.
+    `device` is autoplan's id of the devices, for logs without or with another name; `operation` is for logs that do not
+    contain it.  A failed test gives records marked as failed; anything ambiguous raises an error in one line.
     """
     operation_name = _OPERATIONS.get((operation or "").removesuffix("_perf"), operation)
     if operation_name is not None and operation_name not in _OPERATIONS.values():
@@ -108,7 +107,7 @@ def _from_table(text: str, run: _Run, device: str | None) -> list[Record]:
             run.operation = stated or _OPERATIONS[match[1]]
         run.is_rccl |= line.startswith(("rccl-tests", "RCCL version"))
         if match := _RANK.match(line):
-            if run.columns:  # the next test of the same log
+            if run.columns:  # the next test in the same log
                 run.columns, run.ranks = (), []
             group = int(match["group"] or 0)
             run.ranks.append(_Rank(rank=int(match["rank"]), group=group, host=match["host"], device=match["device"]))
@@ -131,7 +130,7 @@ def _from_table(text: str, run: _Run, device: str | None) -> list[Record]:
 
 
 def _row(cells: Sequence[str], run: _Run, device: str | None) -> list[Record]:
-    """The records of one line of a table: out of place and in place, as far as the line has both."""
+    """Return the records of one table line: out of place and in place, if the line has both."""
     starts = [at for at, name in enumerate(run.columns) if name in _TIMES]
     if len(cells) < len(run.columns) - ("timestamp" in run.columns):
         raise InputError(f"{len(cells)} cells under {len(run.columns)} columns: the line is cut or mixed with another")
@@ -152,7 +151,7 @@ def _row(cells: Sequence[str], run: _Run, device: str | None) -> list[Record]:
 
 
 def _from_json(text: str, run: _Run, device: str | None) -> list[Record]:
-    """Read a JSON file of nccl-tests, or rccl-tests' lines of JSON, one for each result."""
+    """Read a JSON file of nccl-tests, or rccl-tests' JSON lines, one per result."""
     try:
         if "\n{" in text.strip() or '"busBw"' in text:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
@@ -191,7 +190,7 @@ def _from_nccl_json(table: Mapping[str, Any], run: _Run, device: str | None) -> 
 
 
 def _from_rccl_json(row: Mapping[str, Any], run: _Run, device: str | None) -> list[Record]:
-    # A build without MPI, whose devices are those of one host; one with MPI has other keys, and is refused.
+    # A build without MPI, with the devices of one host; a build with MPI has other keys and is refused.
     ranks = [_Rank(rank=at, group=0, host="", device="") for at in range(int(row["gpus"]))]
     run = replace(run, operation=run.operation or _RCCL_NAMES[row["name"].lower()], ranks=ranks, is_rccl=True)
     place = "in place" if int(row["inPlace"]) else "out of place"
@@ -206,7 +205,7 @@ def _record(
     num_wrong: float,
     device: str | None,
 ) -> list[Record]:
-    """The record of one result; none of an empty message, as the smallest sizes of some tests are."""
+    """Return the record of one result; empty for an empty message, as in the smallest sizes of some tests."""
     if run.operation is None:
         raise InputError("does not say which collective was run: name it with --operation all_reduce")
     if (size := int(row["size"])) == 0:
@@ -231,7 +230,7 @@ def _record(
 
 
 def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Fingerprint]:
-    """Return ((devices of a group, of them in a scale-up domain, groups at once), the machine)."""
+    """Return ((devices per group, devices per group and scale-up domain, concurrent groups), machine)."""
     if not run.ranks:
         raise InputError("lacks the lines that say which rank ran where: give the whole output of the test")
     if len({rank.rank for rank in run.ranks}) < len(run.ranks):
@@ -261,7 +260,7 @@ def _layout(run: _Run, device: str | None) -> tuple[tuple[int, int, int], Finger
 
 
 def rack_devices(device: str) -> int:
-    """Number of devices that a fabric joins across hosts, by the shipped clusters; 0 where it ends at the host."""
+    """Return the number of devices that a fabric connects across hosts in the shipped clusters; 0 without one."""
     clusters = [cluster for cluster in map(load_cluster, preset_clusters()) if cluster.device.name == device]
     sizes = [
         cluster.levels[-1].num_devices
@@ -277,5 +276,5 @@ def _number(code: int) -> str:
 
 
 def _num_wrong(text: Any) -> float:
-    """Wrong elements; 0 where they were not counted."""
+    """Return the number of wrong elements; 0 if they were not counted."""
     return 0.0 if text in (None, "N/A") else float(text)

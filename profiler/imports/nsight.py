@@ -1,8 +1,8 @@
-"""Exports of Nsight Systems to SQLite: what each device did in a step, as from traces of torch's profiler.
+"""SQLite exports of Nsight Systems: the activity of each device in a step, as from traces of torch's profiler.
 
-`nsys export --type sqlite report.nsys-rep` writes them.  Tables and columns as NVIDIA's reference of the export has
-them (docs.nvidia.com/nsight-systems, "SQLite Schema Reference"): a table exists only where something of it was traced,
-times are nanoseconds, names are numbers of `StringIds`, and of a serialised id the process is the second 24 bits.
+They are written by `nsys export --type sqlite report.nsys-rep`.  Tables and columns follow NVIDIA's reference
+(docs.nvidia.com/nsight-systems, "SQLite Schema Reference"): a table exists only if something of its kind was traced,
+times are nanoseconds, names are ids in `StringIds`, and the process is in the second 24 bits of a serialised id.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ MAGIC = b"SQLite format 3\0"
 NAMES, KERNELS, RANGES = "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS"
 _COPIES = {"CUPTI_ACTIVITY_KIND_MEMCPY": "Memcpy", "CUPTI_ACTIVITY_KIND_MEMSET": "Memset"}
 _PROCESS_BIT = 2**24
-# Ranges that mark a step: what torch's profiler calls them, and what people do.
+# Ranges that mark a step: the names in torch's profiler, and common names of users.
 _STEP = re.compile(r"(ProfilerStep|((train|training)[ _])?(step|iter|iteration|batch))\s*[#:_ ]?\s*\d+$", re.IGNORECASE)
 
 
 def is_report(path: Path) -> bool:
-    """Tell whether a file is an export of Nsight Systems to SQLite, or a report of it that is still to be exported."""
+    """Return whether a file is a SQLite export of Nsight Systems, or a report that is not exported yet."""
     if not is_file(path):
         return False
     if path.suffix == ".nsys-rep":
@@ -46,11 +46,11 @@ def is_report(path: Path) -> bool:
 
 
 def read_report(path: Path) -> list[RankTrace]:
-    """Return what each device did, from an export of Nsight Systems to SQLite.
+    """Return the activity of each device, from a SQLite export of Nsight Systems.
 
-    Ranges of NVTX mark the steps where they are called so ("step 7", "iteration_7").
+    NVTX ranges with names such as "step 7" or "iteration_7" mark the steps.
 
-    Raises InputError where the file is none, or no kernels of a device were traced.
+    Raises InputError if the file is no export, or no device kernels were traced.
     """
     if path.suffix == ".nsys-rep":
         raise InputError(f"{path}: export it first: nsys export --type sqlite {path.name}")
@@ -125,7 +125,7 @@ def _marks(database: sqlite3.Connection) -> dict[int, list[Span]]:
 
 
 def _whole(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the rows of ranges that have an end: marks of a moment have none."""
+    """Yield the rows of ranges that have an end; instant marks have none."""
     yield from database.execute(f'{query} WHERE "end" IS NOT NULL LIMIT {MOST_OBJECTS}')
 
 
@@ -135,6 +135,6 @@ def _process(serialised: Any) -> int:
 
 def _span(start_ns: Any, end_ns: Any, name: Any) -> Span:
     start_s, end_s = float(start_ns) * 1e-9, float(end_ns) * 1e-9
-    if not abs(start_s) < MOST_S or not abs(end_s) < MOST_S:  # also where they are no numbers
+    if not abs(start_s) < MOST_S or not abs(end_s) < MOST_S:  # also true for NaN
         raise ValueError
     return Span(start_s, end_s, name if isinstance(name, str) else "")

@@ -1,4 +1,4 @@
-"""Traces of a step of any kind that is known: of torch's profiler, and exports of Nsight Systems."""
+"""Traces of a step in all supported formats: torch's profiler and exports of Nsight Systems."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HEAD_BYTES = 4096
 
 
 def is_trace(path: Path) -> bool:
-    """Tell whether a file is a trace of a step, or one of Chakra, which has no times and is refused when read."""
+    """Return whether a file is a trace of a step, or of Chakra, which has no times and is refused on reading."""
     return kineto.is_trace(path) or nsight.is_report(path) or _is_chakra(path)
 
 
 def trace_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files of traces, with those that folders hold."""
+    """Return trace files, including those in folders."""
     traces: list[Path] = []
     for path in map(Path, paths):
         if is_folder(path):
@@ -31,7 +31,7 @@ def trace_files(paths: Sequence[str | Path]) -> list[Path]:
 
 
 def read_ranks(path: Path) -> list[RankTrace]:
-    """Return what the ranks of a file did: one of a trace of torch's profiler, all devices of an export of nsys."""
+    """Return the activity of the ranks in a file: one rank for torch's profiler, all devices for an nsys export."""
     if nsight.is_report(path):
         return nsight.read_report(path)
     if _is_chakra(path):
@@ -43,7 +43,7 @@ def read_ranks(path: Path) -> list[RankTrace]:
 
 
 def _is_chakra(path: Path) -> bool:
-    """Tell whether a file is an execution trace: its schema names Chakra, or its name is that of its packed form."""
+    """Return whether a file is a Chakra execution trace, by its schema or by the name of its compressed form."""
     if not is_file(path):
         return False
     try:
