@@ -319,7 +319,7 @@ def _outcome(
 
 
 def hold_for(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, float]:
-    """Return (calls per sample, seconds to hold the device): `num_calls` take `queued_s` to queue, `sample_s` to run."""
+    """Return (calls per sample, seconds to hold the device); `num_calls` queue in `queued_s`, run in `sample_s`."""
     if queued_s <= HOST_BOUND * sample_s:
         return num_calls, 0.0
     calls = max(int(num_calls * min(MOST_QUEUED_S / queued_s, 1.0)), 1)
