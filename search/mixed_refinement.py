@@ -129,8 +129,7 @@ class Refiner:
         rounds: Sequence[int],
         shares: Sequence[float] | None,
     ) -> MixedPlan | None:
-        """Return the plan in which replicas of kind k share `rounds[k]` of micro-batches, or None if it is not
-        priced."""
+        """Return the plan where replicas of kind k share `rounds[k]` of micro-batches; None if it cannot be priced."""
         kinds = []
         for at, (kind, cut, total) in enumerate(zip(structure.kinds, layers, rounds, strict=True)):
             if min(cut) < kind.vp:  # every chunk has a layer

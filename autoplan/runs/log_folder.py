@@ -1,8 +1,8 @@
 """Past runs in a folder of logs, each with the launch file that started it.
 
-A log belongs to the launch file in its own folder or, where there is none, in the nearest folder above.  Of several
-there, the one whose name the log's begins with started it (`70b.sh`: `70b.log`, `70b-4711.out`); where no name tells,
-all of them must start the same plan.
+A log belongs to the launch file in its own folder or, if there is none, in the nearest parent folder.  If there are
+several, it belongs to the one whose name is a prefix of the log's (`70b.sh`: `70b.log`, `70b-4711.out`); without such a
+prefix all of them must start the same plan.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from autoplan.frameworks.registry import FRAMEWORKS
 from autoplan.runs.failure import LogEnd
 from autoplan.spec.plan import chunk_layers
 
-MOST_FILES = 100_000  # of a folder; a run writes few
-_PIECE = 2**12  # bytes of a log between two looks at how far it has come
+MOST_FILES = 100_000  # per folder; a run writes few
+_PIECE = 2**12  # bytes of a log between two progress checks
 
-_RANK_STREAMS = ("stdout.log", "stderr.log")  # that torchrun --log-dir writes into a folder of each rank
+_RANK_STREAMS = ("stdout.log", "stderr.log")  # written by torchrun --log-dir into a folder per rank
 
 _WRITTEN_BY = {entry.target: entry.logs for entry in FRAMEWORKS if entry.logs}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastRun:
-    """Run of a log: what was started and what the log says; `logged` is None where it timed no step.
+    """A logged run: its launch file and its log; `logged` is None if no step was timed.
 
-    A run whose last words are that memory ran out did so, however many steps it timed before.
+    A run whose log ends with an out-of-memory error ran out of memory, however many steps it timed before.
     """
 
     log: Path  # the first of its logs
@@ -47,13 +47,13 @@ class PastRun:
     launch: Launch
     logged: LoggedRun | None
     is_out_of_memory: bool
-    reason: str  # why it failed; blank where it did not
-    ended_s: float  # when its log was last written, since 1970
+    reason: str  # why it failed; blank if it did not
+    ended_s: float  # last modification of its log, as a Unix time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassedOver:
-    """A file that gave no run, and why."""
+    """A file that yielded no run, and why."""
 
     path: Path
     reason: str
@@ -61,7 +61,7 @@ class PassedOver:
 
 @dataclass(slots=True)
 class _SortedFiles:
-    """Files of a folder and those below, by what they are."""
+    """Files in a folder and its subfolders, by type."""
 
     launches: dict[Path, list[Path]] = field(default_factory=lambda: defaultdict(list))  # by folder
     logs: dict[tuple[Path, str], list[Path]] = field(default_factory=lambda: defaultdict(list))  # by run
@@ -69,10 +69,10 @@ class _SortedFiles:
 
 
 def past_runs(folder: Path, read: Callable[[Path], Launch]) -> Iterator[PastRun | PassedOver]:
-    """Yield the runs whose logs lie in `folder` or below, and the logs that give none.
+    """Yield the runs with logs in `folder` or below, and the files that yield none.
 
-    `read` reads a launch file.  What cannot be read is passed over and never stops the rest; links are followed to
-    files, not to folders.
+    `read` parses a launch file.  Unreadable files are passed over without stopping; links to files are followed, links
+    to folders are not.
     """
     files = _find(folder)
     yield from files.passed_over
@@ -111,7 +111,7 @@ def _find(folder: Path) -> _SortedFiles:
     found_paths = sorted(islice(paths, MOST_FILES + 1))
     if len(found_paths) > MOST_FILES:
         files.passed_over.append(PassedOver(path=folder, reason=f"only {MOST_FILES:,} of its files were looked at"))
-    for path in sorted(found_paths[:MOST_FILES], key=Path.is_symlink):  # what a link leads to has a name of its own
+    for path in sorted(found_paths[:MOST_FILES], key=Path.is_symlink):  # the target of a link has its own name
         try:
             _sort_in(path, files, inodes)
         except (InputError, OSError) as error:
@@ -121,7 +121,7 @@ def _find(folder: Path) -> _SortedFiles:
 
 
 def _sort_in(path: Path, files: _SortedFiles, inodes: set[tuple[int, int]]) -> None:
-    """Sort a file in by its kind; one that is linked to twice counts once."""
+    """Add a file by its type; a file with several links counts once."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in inodes:
         return
@@ -152,7 +152,7 @@ def _started_by(
     launches: dict[Path, list[Path]],
     reading: Callable[[Path], Launch | str],
 ) -> tuple[Path, Launch]:
-    """The launch file of a log that is called `name`."""
+    """Return the launch file of the log `name`."""
     places: Iterable[Path] = (log.parent, *log.parent.parents)
     candidates = next((launches[place] for place in places if place in launches), [])
     if not candidates:
@@ -170,14 +170,14 @@ def _started_by(
 
 
 def _named_like(name: str, launches: list[Path]) -> list[Path]:
-    """The launch files whose names, the longest, begin that of a log."""
+    """Return the launch files with the longest name that is a prefix of a log's name."""
     alike = [path for path in launches if re.match(re.escape(path.stem) + r"(?![a-zA-Z0-9])", name)]
     longest = max((len(path.stem) for path in alike), default=0)
     return [path for path in alike if len(path.stem) == longest]
 
 
 def _start_key(launch: Launch) -> tuple[object, ...]:
-    """Plan and problem of a launch file, whatever its model is called, and however even layers are written."""
+    """Return plan and problem of a launch file, independent of the model's name and the notation of even layers."""
     model, plan = replace(launch.model, name="any", aliases=(), sources=()), replace(launch.plan, layers_per_chunk=None)
     return launch.framework, model, launch.training, plan, chunk_layers(launch.plan, model.num_layers)
 
@@ -198,12 +198,12 @@ def _read_run(logs: list[Path], launch_file: Path, launch: Launch) -> PastRun:
                     num_steps = reader.num_steps
         for line in reader.feed(b"\n"):
             words.read(line)
-        if reader.num_steps == num_steps:  # it timed none after memory had run out
+        if reader.num_steps == num_steps:  # no step was timed after the out-of-memory error
             out_of_memory = out_of_memory or words.out_of_memory
         errors.append(words.error)
     error = next(filter(None, errors), "")
     logged = reader.finish() if reader.num_steps else None
-    if logged is None and reader.other_batch:  # another plan's run, however it ended
+    if logged is None and reader.other_batch:  # a run of a different plan, however it ended
         raise InputError(reader.lacks)
     if logged is None and not (out_of_memory or error):
         raise InputError(f"{reader.lacks}, and names no error")

@@ -1,4 +1,4 @@
-"""Outcomes of measured runs: the columns of a table of runs that a prediction never reads."""
+"""Outcomes of measured runs: the columns of a table that predictions never read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoplan.base.errors import InputError
 from autoplan.runs.table import positive, read_rows
 from autoplan.spec.run_outcome import RunOutcome, Status
 
-# Runs that agree in these were alternatives of one decision; the plans that one chose among differ in the others.
+# Runs that agree in these columns were alternatives of one decision; their plans differ in the others.
 GROUP_COLUMNS = (
     "framework",
     "year",
@@ -42,7 +42,7 @@ PLAN_COLUMNS = (
 )
 
 
-# What a table may say of how a run ended; a figure that was computed is no measurement.
+# Possible statuses of a run in a table; computed figures are not measurements.
 STATUSES: dict[str, Status] = {
     **{"ok": "ok", "oom": "oom", "failed": "failed", "invalid": "invalid"},
     **{"computed": "?", "?": "?", "": "?"},
@@ -50,10 +50,10 @@ STATUSES: dict[str, Status] = {
 
 
 def read_outcomes(path: Path) -> Iterator[RunOutcome]:
-    """The outcomes of a CSV table in the columns of `measured_runs.csv`, in order."""
+    """Read the outcomes of a CSV table with the columns of `measured_runs.csv`, in order."""
     for row in read_rows(path, "measured runs", ("id", "step_time_s")):
         step_s = positive(path, row, "step_time_s")
-        # A table of one's own may leave the status out: what has a step time ended well.
+        # A user's table may omit the status: a run with a step time finished.
         status = row.get("status", "").strip() or ("ok" if step_s is not None else "?")
         if status not in STATUSES:
             raise InputError(

@@ -1,4 +1,4 @@
-"""Predictions for measured runs, priced and as a table."""
+"""Predictions of measured runs, and their table."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def predict(run: Run) -> Prediction:
 
 
 class _Priced(NamedTuple):
-    """A run that has a price, and its place in the table."""
+    """A run that can be priced, and its row in the table."""
 
     place: int
     run: Run
     problem: Problem
-    batch: PlanBatch  # of its plan alone
+    batch: PlanBatch  # of its single plan
 
     @property
     def sorting(self) -> tuple[str, str, int, int]:
-        """Key by which equal problems stand together, as far as tables have them."""
+        """Sort key that groups equal problems, as far as tables describe them."""
         problem = self.problem
         return problem.framework.name, problem.model.name, problem.training.seq_len, problem.cluster.num_devices
 
 
 def predict_all(runs: Iterable[Run]) -> list[Prediction]:
-    """Predict runs, in their order; those of equal problems are priced together."""
+    """Predict runs in order; runs of equal problems are priced together."""
     predictions: dict[int, Prediction] = {}
     priced: list[_Priced] = []
     for place, run in enumerate(runs):
@@ -73,7 +73,7 @@ def predict_all(runs: Iterable[Run]) -> list[Prediction]:
 
 
 def _note(first: str, run: Run) -> str:
-    """Join what is said of a run with what its row left to be filled in."""
+    """Join a note on a run with the defaults filled into its row."""
     filled = f"filled: {', '.join(run.filled)}" if run.filled else ""
     return "; ".join(part for part in (first, filled) if part)
 
@@ -102,7 +102,7 @@ def _prediction(priced: _Priced, cost: CostEstimate) -> Prediction:
 
 
 def log_doubt(run: Run, cost: CostEstimate) -> float:
-    """Logarithm of the step of a run under the framework that it may as well have had, over that of its estimate."""
+    """Log ratio of a run's step under its possible alternative framework to its estimate."""
     if run.problem is None or run.doubted is None:
         return 0.0
     doubted = estimate(replace(run.problem, framework=run.doubted), cost.batch)
@@ -110,14 +110,14 @@ def log_doubt(run: Run, cost: CostEstimate) -> float:
 
 
 def predict_runs(path: Path, calibration: Calibration | None) -> list[Prediction]:
-    """Predict every run of a table, with a calibration instead of the shipped ones if it is given."""
+    """Predict every run of a table, with the given calibration instead of the shipped ones."""
     return predict_all(run.calibrated(calibration) if calibration else run for run in read_runs(path))
 
 
 def recompute_is_stated(run: Run) -> bool:
-    """Return whether a table tells what a run recomputes.
+    """Return whether a table states what a run recomputes.
 
-    Selective recomputation of an attention that keeps no scores is that of other modules, which no column names
+    With an attention that stores no scores, selective recomputation is of other modules, which no column states
     (Megatron-LM, --recompute-modules).
     """
     if run.problem is None or run.plan is None or any(column.startswith("recompute=") for column in run.filled):
@@ -127,7 +127,7 @@ def recompute_is_stated(run: Run) -> bool:
 
 
 def offloads_activations(run: Run) -> bool:
-    """Return whether a run keeps activations on the host, which is not priced."""
+    """Return whether a run offloads activations to the host, which is not priced."""
     return any(column.startswith("activation_offload") for column in run.filled)
 
 
@@ -141,7 +141,7 @@ COLUMNS = ("id", "step_time_s", "step_time_low_s", "step_time_high_s", "peak_mem
 
 
 def prediction_table(predictions: Iterable[Prediction]) -> str:
-    """The predictions as CSV text in `COLUMNS`; blank where there is no figure."""
+    """Return the predictions as CSV text in `COLUMNS`, blank for missing figures."""
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -152,7 +152,7 @@ def prediction_table(predictions: Iterable[Prediction]) -> str:
 
 
 def read_predictions(path: Path) -> Iterator[Prediction]:
-    """The predictions of a table that `prediction_table` wrote, or another program in its columns."""
+    """Yield the predictions of a table written by `prediction_table`, or by another program in the same columns."""
     for row in read_rows(path, "predictions", ("id", "step_time_s", "verdict")):
         if row["verdict"] not in get_args(RunVerdict):
             verdicts = ", ".join(get_args(RunVerdict))

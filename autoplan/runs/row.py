@@ -1,4 +1,4 @@
-"""Cells of one row of a table of runs, by their types."""
+"""Typed cells of one row in a table of runs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MOST_DEGREE = 10**6
 
 
 class Row:
-    """Typed access to the cells of one row; remembers which defaults were taken."""
+    """Typed access to the cells of one row; records which defaults were used."""
 
     def __init__(self, cells: dict[str, str]) -> None:
         self._cells = cells
         self.filled: list[str] = []
 
     def text(self, column: str, default: str | None = None) -> str:
-        """Return a cell, or the default where it is blank; UnpricedError where there is none."""
+        """Return a cell, or the default if it is blank; UnpricedError if there is no default."""
         value = self._cells.get(column, "").strip()
         if value not in BLANKS:
             return value
@@ -28,12 +28,12 @@ class Row:
         return default
 
     def options(self) -> dict[str, str]:
-        """Choices of the row's recipe, by name: "ep_overlap=1; dispatcher=deepep"."""
+        """Options of the row's recipe by name: "ep_overlap=1; dispatcher=deepep"."""
         pairs = (part.partition("=") for part in self._cells.get("options", "").split(";"))
         return {name.strip(): value.strip() for name, sign, value in pairs if sign}
 
     def option(self, name: str, default: bool) -> bool:
-        """Return a choice of the recipe that is 0 or 1."""
+        """Return an option of the recipe that is 0 or 1."""
         value = self.options().get(name, str(int(default)))
         if value not in ("0", "1"):
             raise UnpricedError(f"option {name} is neither 0 nor 1: {value[:40]!r}")
@@ -75,7 +75,7 @@ class Row:
         return value
 
     def word(self, column: str, allowed: tuple[str, ...], default: str) -> str:
-        """Return a cell that is one of the words allowed."""
+        """Return a cell that is one of the allowed words."""
         text = self.text(column, default)
         if text not in allowed:
             raise UnpricedError(f"{column} {text[:40]!r} is not one of {', '.join(allowed)}")

@@ -1,4 +1,4 @@
-"""Plan of a row of a table of runs: its degrees, its options, and the usual ones where cells are blank."""
+"""Plan of a row in a table of runs: its degrees and options, with defaults for blank cells."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, parse_recompute
 from autoplan.spec.problem import Problem
 
-# What recipes of mixtures of experts choose.  One that a row quotes, and that leaves dispatcher or overlap alone, has
-# plain all-to-all and no overlap (Megatron-Bridge v0.2.0 to v0.5.0, scripts/performance/utils/utils.py,
-# WorkloadBaseConfig); of a row that quotes none, the recipes of its framework tell.
+# Choices of MoE recipes.  A recipe quoted in a row without dispatcher or overlap has plain all-to-all and no overlap
+# (Megatron-Bridge v0.2.0 to v0.5.0, scripts/performance/utils/utils.py, WorkloadBaseConfig); for a row without a quoted
+# recipe, the recipes of its framework apply.
 CHOSEN_FOR_EXPERTS = {"cuda_graph", "dispatcher", "ep_overlap", "recompute_modules"}
 
 
 def _graphs(row: Row, model: ModelSpec, usual: CudaGraphs) -> CudaGraphs:
-    """Return what is launched as CUDA graphs: scopes by Megatron-Core's names, joined by "+", or none."""
+    """Return the CUDA graphs: scopes by Megatron-Core's names, joined by "+", or none."""
     if "cuda_graph" not in row.options():
         return usual
     scopes = {scope for scope in row.options().get("cuda_graph", "none").split("+") if scope != "none"}
-    if scopes == {"layer"}:  # all of a layer that has static shapes
+    if scopes == {"layer"}:  # all parts of a layer with static shapes
         return CudaGraphs.LAYER
     all_scopes = {scope for level in GRAPH_SCOPES.values() for scope in level} | {"full_iteration"}
     if unknown := scopes - all_scopes:
@@ -47,14 +47,14 @@ def _graphs(row: Row, model: ModelSpec, usual: CudaGraphs) -> CudaGraphs:
 
 
 def _drops_tokens(row: Row, problem: Problem) -> bool:
-    """Return whether experts take a fixed number of tokens, as an option says or words behind the name of a model."""
+    """Return whether experts drop tokens, by an option or by words after the name of a model."""
     name, is_usual = row.text("model"), bool(problem.framework.choice("token_dropping"))
     by_name = "(tokendrop)" in name or (is_usual and "(dropless)" not in name)
     return row.option("token_dropping", by_name) and problem.model.moe is not None
 
 
 def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
-    """Return the plan that a row says; UnpricedError where a cell cannot be read or does not go with others."""
+    """Return the plan of a row; UnpricedError if a cell cannot be read or contradicts others."""
     tp, cp, pp = row.degree("tp", 1), row.degree("cp", 1), row.degree("pp", 1)
     num_gpus = row.degree("num_gpus")
     dp = row.degree("dp", max(num_gpus // (tp * cp * pp), 1))
@@ -117,12 +117,12 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
 
 
 def _offload(row: Row, by_sharding: Offload) -> Offload:
-    """Return which states wait in the host's memory: those that an option names, or those of "+offload"."""
+    """Return which states are offloaded to the host: those named by an option, or those of "+offload"."""
     return enum_value("offload", Offload, row.options().get("offload", by_sharding))
 
 
 def _chosen(row: Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
-    """Return the row's choice of the options that the framework's plans have unless they say otherwise."""
+    """Return the row's choices, with the framework's defaults for the others."""
     narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
     keeps_dropout = recipe.keeps_gpt_dropout and problem.model.position_embedding == "learned"
     chosen: dict[str, Value] = {
@@ -140,17 +140,17 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
 
 
 def _context_kind(framework: Framework) -> ContextParallelKind:
-    """Return the way in which the ranks of a sequence attend: no column tells, so the plainest of the framework."""
+    """Return the kind of context parallelism: no column states it, so the framework's plainest one."""
     kinds = (words.words for words in book_of(framework).supported if words.axis == "cp_kind")
     return ContextParallelKind(next(kinds, (ContextParallelKind.RING,))[0])
 
 
 def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tuple[int, ...] | None:
-    """Layers of every chunk, where they are not as even as they can be.
+    """Return layers per chunk if they are not as even as possible.
 
-    Megatron-LM takes layers that do not divide where embedding and loss count as one layer each, which is even, or with
-    a layout; those of NVIDIA's recipes fill every chunk but the last, which has the loss, and where they are too few
-    for that, the loss is alone in it and the first chunk has fewer as well (Megatron-LM
+    Megatron-LM accepts indivisible layers if embedding and loss count as one layer each, which is even, or with a
+    layout.  NVIDIA's recipes fill every chunk except the last, which has the loss; with too few layers for that, the
+    last chunk has only the loss and the first chunk has fewer layers, too (Megatron-LM
     core/transformer/transformer_config.py, account_for_loss_in_pipeline_split; Megatron-Bridge 067f987,
     recipes/deepseek/h100/deepseek_v3.py, perf_recipes/deepseek/h100/deepseek_v3.py and recipes/kimi/h100/kimi_k2.py).
     """
@@ -170,7 +170,7 @@ def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tup
 
 
 def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
-    """Layers of every stage where embedding and head count as one each; the first stages get what does not divide."""
+    """Return layers per stage with embedding and head counted as one each; the first stages take the remainder."""
     base, remainder = divmod(num_layers + 2, pp)
     if pp == 1 or base < 2:
         return None
@@ -179,10 +179,10 @@ def _with_ends(num_layers: int, pp: int) -> tuple[int, ...] | None:
 
 
 def _with_light_end(num_layers: int, pp: int) -> tuple[int, ...] | None:
-    """Layers of every stage of LiBai's pipelines, whose last stages are planned for layers that there are not.
+    """Return layers per stage of LiBai's pipelines, whose last stages are planned for more layers than exist.
 
-    Where layers divide they are laid out as if there were up to pp - 1 more; what is left of an even share goes to the
-    last stages, and stages are filled from the first on.
+    Divisible layers are laid out as if there were up to pp - 1 more; the remainder of an even share goes to the last
+    stages, and stages are filled starting from the first.
     """
     share, remainder = divmod(num_layers, pp)
     more = min(pp - 1, share) if pp >= 4 and num_layers >= 8 and not remainder else 0
@@ -193,7 +193,7 @@ def _with_light_end(num_layers: int, pp: int) -> tuple[int, ...] | None:
 
 
 def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
-    """Default `ep`: 1, or if the experts of a stage do not fit on a device so, all ranks that may share them."""
+    """Default `ep`: 1, or if the experts of a stage would not fit on a device, all ranks that may share them."""
     moe = problem.model.moe
     if moe is None:
         return 1
@@ -211,12 +211,12 @@ def _usual_vp(problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) 
 
 
 def _usual_recompute(problem: Problem) -> Recompute:
-    """Default recomputation: nothing, or the core of an attention that would keep its scores."""
+    """Default recomputation: none, or the core of an attention that would store its scores."""
     return Recompute.NONE if problem.training.attention != "flash" or problem.fuses_attention else Recompute.SELECTIVE
 
 
 def _recompute(row: Row, problem: Problem) -> tuple[str, int | None]:
-    """Return the word of the row's recomputation, and the layers of a chunk that it repeats: "full", "full:21"."""
+    """Return the row's recomputation with its number of layers per chunk: "full", "full:21"."""
     text = row.text("recompute") if row.has("recompute") else ""
     if text.startswith(f"{Recompute.FULL}:"):
         return Recompute.FULL, int(str(parse_recompute(text)["recompute_num_layers"]))
@@ -224,7 +224,7 @@ def _recompute(row: Row, problem: Problem) -> tuple[str, int | None]:
 
 
 def _recompute_modules(row: Row, problem: Problem, recipe: Recipe) -> tuple[RecomputeModule, ...]:
-    """Parts that selective recomputation repeats, by default the core of attention, or what recipes name of MLA."""
+    """Parts under selective recomputation, by default the attention core, or the parts named by recipes for MLA."""
     modules = row.options().get("recompute_modules")
     if modules is not None:
         names = [name for name in modules.split("+") if name != "none"]
@@ -234,20 +234,20 @@ def _recompute_modules(row: Row, problem: Problem, recipe: Recipe) -> tuple[Reco
 
 
 def _layout(row: Row) -> tuple[int, ...] | None:
-    """Layers of every chunk, where the row has Megatron's notation of them."""
+    """Return layers per chunk if the row states them in Megatron's notation."""
     layout = row.options().get("pp_layout")
     return tuple(layout_counts(layout)) if layout else None
 
 
 def _usual_micro_batch(row: Row, recipe: Recipe, pp: int, dp: int) -> int:
-    """Default micro-batch: a sequence, or what makes as many micro-batches as the pipeline has ranks."""
+    """Default micro-batch: one sequence, or the size with as many micro-batches as pipeline ranks."""
     if recipe.microbatch_per_rank and pp > 1 and row.has("global_batch"):
         return max(row.integer("global_batch") // (dp * pp), 1)
     return 1
 
 
 def _dispatcher(row: Row, problem: Problem, recipe: Recipe, ep: int, *, drops: bool) -> Dispatcher:
-    """Return the way in which tokens reach their experts: by all-to-all alone where some are dropped."""
+    """Return the token dispatcher, which is always all-to-all if tokens are dropped."""
     if problem.model.moe is None or ep == 1 or drops:
         return Dispatcher.ALL_TO_ALL
     return _named_dispatcher(row, recipe)
@@ -259,14 +259,14 @@ def _named_dispatcher(row: Row, recipe: Recipe) -> Dispatcher:
 
 
 def _quotes_recipe(row: Row) -> bool:
-    """Tell whether the row names its recipe's choices for experts: those that it leaves out were not made."""
+    """Return whether the row states its recipe's choices for experts, so that omitted ones were not made."""
     return not CHOSEN_FOR_EXPERTS.isdisjoint(row.options())
 
 
 def _overlaps_experts(row: Row, problem: Problem, recipe: Recipe, pp: int, vp: int, ep: int, *, drops: bool) -> bool:
-    """Return whether expert traffic runs beside another micro-batch, as the recipes of the framework do where it can.
+    """Return whether expert traffic overlaps with another micro-batch, which the framework's recipes do if possible.
 
-    Megatron-Core can only for models of attention layers and, in a pipeline, with interleaving
+    Megatron-Core supports it only for models with attention layers and, in a pipeline, with interleaving
     (core/transformer/transformer_config.py, overlap_moe_expert_parallel_comm).
     """
     if _quotes_recipe(row):

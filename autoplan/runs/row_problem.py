@@ -1,4 +1,4 @@
-"""Problem of a row of a table of runs: the model, the training, the cluster and the software."""
+"""Problem of a row in a table of runs: model, training, cluster and software."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 
-GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, where a table leaves the vocabulary out
-# Of a model whose positions are not learned, as those of GPT are.
+GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, if a table omits the vocabulary
+# For a model without learned positions, unlike GPT.
 NOT_IN_COLUMNS = (
     "squared_relu",
     "clamped_activation",
@@ -41,11 +41,11 @@ NOT_IN_COLUMNS = (
     "position_embedding",
 )
 SAME_MEMORY = 0.15  # tables round a device's memory: 192 GiB for 180 of a B200, 186 of a GB200; 94 is a rare H100's
-SLOWEST_NIC_BYTES_PER_S = 10e9  # of those of nodes of GPUs: EDR and 100 Gb/s Ethernet have 12.5
+SLOWEST_NIC_BYTES_PER_S = 10e9  # slowest in GPU nodes; EDR and 100 Gb/s Ethernet have 12.5
 
 
 def recipe_of(row: Row) -> Recipe:
-    """Return the recipe of the runs that go by the row's framework, or that of its nearest kin."""
+    """Return the recipe of the row's framework, or of the most similar framework."""
     year = row.text("year", "?")
     sharding = row.text("sharding") if row.has("sharding") else ""
     recipe = recipe_called(row.text("framework", "?"), year, _sized_gpu(row)) or nearest_recipe(sharding, year)
@@ -56,7 +56,7 @@ def recipe_of(row: Row) -> Recipe:
 
 
 def problem_of(row: Row, recipe: Recipe) -> Problem:
-    """Return the problem that a row says; UnpricedError where a cell cannot be read, or what it names is not known."""
+    """Return the problem of a row; UnpricedError if a cell cannot be read or has an unknown name."""
     framework = recipe.software()
     if recipe.is_kin:
         row.filled.append(f"framework treated as {recipe.framework}")
@@ -75,7 +75,7 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
         document_len=_document_len(row, recipe),
     )
     model = _model(row, recipe)
-    if model.position_embedding == "learned":  # the table does not say how long the position table was
+    if model.position_embedding == "learned":  # the table does not state the length of the position table
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
     cluster = _cluster(row)
     return Problem(
@@ -88,7 +88,7 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
 
 
 def _optimizer(row: Row) -> OptimizerName:
-    """Return the optimizer that the row names, or Adam."""
+    """Return the row's optimizer, by default Adam."""
     name = optimizer_named(row.options().get("optimizer", "adam"))
     for known in OPTIMIZERS:
         if name == known:
@@ -97,22 +97,22 @@ def _optimizer(row: Row) -> OptimizerName:
 
 
 def _document_len(row: Row, recipe: Recipe) -> int | None:
-    """Return the mean length of the documents that are packed; None where sequences are attended to as a whole."""
+    """Return the mean length of packed documents; None if attention covers whole sequences."""
     return recipe.packed_document_len if row.option("packed", default=False) else None
 
 
 def _finetuning(row: Row) -> FineTuning | None:
-    """Return what the row trains, as `--finetune` takes it in words: "qlora:r=64,targets=q_proj+v_proj"."""
+    """Return the row's fine-tuning, written as for `--finetune`: "qlora:r=64,targets=q_proj+v_proj"."""
     text = row.options().get("finetune")
     if text is None:
         return None
-    if text.partition(":")[0] not in METHODS:  # no file of the machine that reads the table
+    if text.partition(":")[0] not in METHODS:  # never a file on the machine that reads the table
         raise UnpricedError(f"option finetune {text[:40]!r} is not one of {', '.join(METHODS)} with its settings")
     return load_finetuning(text)
 
 
 def _trains_mtp(model: str, recipe: Recipe) -> bool:
-    """Return whether prediction layers are trained, which tables say behind the name of a model."""
+    """Return whether prediction layers are trained, which tables state after the name of a model."""
     return "(w/ MTP)" in model or (recipe.trains_mtp and "(w/o MTP)" not in model)
 
 
@@ -167,7 +167,7 @@ def _model(row: Row, recipe: Recipe) -> ModelSpec:
 
 
 def _experts(row: Row, preset: ModelSpec | None) -> Experts:
-    """The MoE table of a row; what the columns do not say comes from the preset of that name."""
+    """Return the MoE table of a row; values missing in the columns come from the preset of that name."""
     preset_moe = preset.moe if preset else None
     width = row.integer("expert_ffn_size")
     num_layers = row.integer("num_layers")
@@ -186,15 +186,15 @@ def _experts(row: Row, preset: ModelSpec | None) -> Experts:
 
 
 def _always_on(preset_moe: Experts | None, width: int) -> int:
-    """Width of the shared expert where no column counts one, as configs of Llama 4 do not."""
+    """Width of the shared expert if no column counts it, as in configs of Llama 4."""
     return preset_moe.shared_expert_ffn_size if preset_moe and preset_moe.expert_ffn_size == width else 0
 
 
 @lru_cache(maxsize=1)
 def _clusters_of_device() -> dict[str, list[str]]:
-    """Return the shipped clusters of every device: the one of the same name first, then those of slower networks.
+    """Return the shipped clusters of every device: the one of the same name first, then slower networks first.
 
-    Tables that do not tell the network of a machine are mostly of rented ones.
+    Tables without a machine's network are mostly of rented machines.
     """
     clusters: dict[str, list[ClusterSpec]] = {}
     for cluster in map(load_cluster, preset_clusters()):
@@ -208,7 +208,7 @@ def _clusters_of_device() -> dict[str, list[str]]:
 
 
 def _sized_gpu(row: Row) -> str:
-    """The device as it is called with its memory: "a100-sxm-40"."""
+    """Return the device's name including its memory: "a100-sxm-40"."""
     gpu = row.text("gpu")
     return f"{gpu}-{row.number('gpu_memory_gib'):g}" if row.has("gpu_memory_gib") else gpu
 
@@ -234,7 +234,7 @@ def _cluster(row: Row) -> ClusterSpec:
 
 
 def _with_memory(cluster: ClusterSpec, share: float) -> ClusterSpec:
-    """The cluster of a variant of its device that has `share` times the memory."""
+    """Return the cluster with a variant of its device that has `share` times the memory."""
     device = cluster.device
     memory, visible = share * device.memory_bytes, share * device.visible_memory_bytes
     return replace(cluster, device=replace(device, memory_bytes=memory, visible_memory_bytes=visible))
@@ -246,7 +246,7 @@ def _sized_cluster(name: str, nodes: int, devices: int) -> ClusterSpec:
 
 
 def _with_links(row: Row, cluster: ClusterSpec, full_size: ClusterSpec) -> ClusterSpec:
-    """The cluster with the link rates that the row states, per device and direction, of nodes of `full_size`."""
+    """Return the cluster with the row's link rates, per device and direction, for nodes of `full_size`."""
     if row.has("intra_node_gbytes_per_s"):
         share = cluster.levels[-1].bandwidth_bytes_per_s / full_size.levels[-1].bandwidth_bytes_per_s
         rate = share * row.number("intra_node_gbytes_per_s") * 1e9
@@ -254,7 +254,8 @@ def _with_links(row: Row, cluster: ClusterSpec, full_size: ClusterSpec) -> Clust
         cluster = replace(cluster, levels=(*cluster.levels[:-1], outer))
     if row.has("inter_node_gbytes_per_s"):
         rate = row.number("inter_node_gbytes_per_s") * 1e9
-        # No adapter of these machines is slower: what is less is a part of one, of a node's only one at least.
+        # No adapter of these machines is slower, so a smaller rate is a device's share of an adapter, at least of the
+        # node's only one.
         nics = min(max(rate / SLOWEST_NIC_BYTES_PER_S, 1.0 / full_size.devices_per_node), 1.0)
         network = replace(cluster.network, nic_bytes_per_s=rate / nics, nics_per_device=nics)
         cluster = replace(cluster, network=network)

@@ -1,8 +1,7 @@
-"""Measured runs as problems and plans, row by row from a table.
+"""Measured runs of a table as problems and plans, row by row.
 
-Only the columns that describe a configuration are read: an id is copied, and a source, a status or a measured value
-is never looked at; of a note only the switches that it lists.  Blank columns take stated defaults, which every run
-lists.
+Only columns that describe a configuration are read: the id is copied, and source, status and measured values are never
+read; of a note only the switches that it lists.  Blank columns get stated defaults, which every run lists.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 
-# Of what the recipe of a row chose, what a problem and its plan hold.
+# Recipe options that are represented in a problem or its plan.
 READ_OPTIONS = {
     "cuda_graph",
     "dispatcher",
@@ -49,15 +48,15 @@ READ_OPTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Row of a table: what was run, or why it cannot be priced, and which blanks were filled."""
+    """A row of a table: the run, or why it cannot be priced, and which blanks were filled."""
 
     id: str
     problem: Problem | None
     plan: ParallelPlan | None
     refusal: str
-    is_invalid: bool  # the framework itself would refuse it
+    is_invalid: bool  # the framework itself would reject it
     filled: tuple[str, ...]
-    doubted: Framework | None = None  # which the run may as well have had; None: no doubt
+    doubted: Framework | None = None  # which the run may have used instead; None: no doubt
 
     def calibrated(self, calibration: Calibration) -> Run:
         """Return the run under another calibration."""
@@ -65,7 +64,7 @@ class Run:
 
 
 def read_runs(path: Path) -> Iterator[Run]:
-    """The runs of a CSV table in the columns of `measured_runs.csv`, in order; a bad row is a refusal, not an error."""
+    """Read the runs of a CSV table with the columns of `measured_runs.csv`; a bad row is a refusal, not an error."""
     return map(_run, read_rows(path, "runs", ("id", "framework", "gpu", "num_gpus", "model")))
 
 
@@ -99,16 +98,16 @@ def _run(cells: dict[str, str]) -> Run:
 
 
 def _read_under(row: Row, recipe: Recipe) -> set[str]:
-    """Return the options that mean something under this recipe alone, or by what they name."""
+    """Return the recipe options that apply under this recipe or by their own value."""
     by_name = {"fp8_recipe": row.options().get("fp8_recipe") in tuple(Fp8Scaling), "packed": recipe.packed_document_len}
     return {name for name, is_read in by_name.items() if is_read}
 
 
 def _refused_by_framework(problem: Problem, plan: ParallelPlan, recipe: Recipe) -> str:
-    """The first rule that the plan breaks, or nothing.
+    """Return the first rule that the plan breaks, or nothing.
 
-    The rules of Megatron-LM are those of today, and most of its runs in tables are older: they answer to none.  Nor do
-    runs of kin, which has other rules, or without mixed precision, which no plan is made for.
+    No rules are checked for Megatron-LM, whose rules are current while most of its runs in tables are older; for
+    similar frameworks, which have other rules; and for runs without mixed precision, which no plan supports.
     """
     framework = problem.framework
     answers_to_none = recipe.is_kin or framework.rules == "megatron-lm" or problem.training.precision == "fp32"

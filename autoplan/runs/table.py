@@ -11,17 +11,17 @@ from pathlib import Path
 from autoplan.base.errors import InputError
 from autoplan.base.files import read_text
 
-MOST_BYTES = 2**30  # of a table: some millions of rows
+MOST_BYTES = 2**30  # per table: some millions of rows
 BLANKS = ("", "?")
 
 
 def read_rows(path: Path, kind: str, needed: Sequence[str]) -> Iterator[dict[str, str]]:
-    """The rows of a table of `kind`, in order, each with all of its columns; `needed` ones, `id` first, are among them.
+    """Read the rows of a table of `kind` in order, with all columns, which must include the `needed` ones, `id` first.
 
-    A row with more or fewer cells than columns is an error: a quote is missing, or the file was not copied whole, and
-    which cell belongs to which column is not known.  So is an id that stands twice: tables are joined by it.
+    A row with more or fewer cells than columns is an error, as a missing quote or an incomplete copy makes the columns
+    of cells unknown.  So is a duplicate id, as tables are joined by it.
     """
-    text = read_text(path, most_bytes=MOST_BYTES).removeprefix("\ufeff")  # the mark that spreadsheets put before UTF-8
+    text = read_text(path, most_bytes=MOST_BYTES).removeprefix("\ufeff")  # the byte order mark of spreadsheets
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
         columns = next(reader, [])
@@ -50,7 +50,7 @@ def read_rows(path: Path, kind: str, needed: Sequence[str]) -> Iterator[dict[str
 
 
 def positive(path: Path, row: dict[str, str], column: str) -> float | None:
-    """The positive number in a cell of a row with an id; None where it is blank or there is no such column."""
+    """Return the positive number in a cell of a row; None if it is blank or there is no such column."""
     text = row.get(column, "").strip()
     if text in BLANKS:
         return None

@@ -1,7 +1,7 @@
-"""Experiment trackers: logs a run or a tuning as a run of W&B, MLflow or TensorBoard.
+"""Experiment trackers: a run or a tuning is logged as a run of W&B, MLflow or TensorBoard.
 
-Where it goes is said as these say it: `WANDB_PROJECT` and `WANDB_MODE`, `MLFLOW_TRACKING_URI` and
-`MLFLOW_EXPERIMENT_NAME`; files of TensorBoard go into the folder runs.
+The destination is set by their own variables: `WANDB_PROJECT` and `WANDB_MODE`, `MLFLOW_TRACKING_URI` and
+`MLFLOW_EXPERIMENT_NAME`; TensorBoard files go into the folder runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from pathlib import Path
 from autoplan.base.errors import AutoplanError, InputError
 
 TENSORBOARD_FOLDER = Path("runs")  # where `tensorboard --logdir runs` looks
-LONGEST_PARAMETER = 500  # characters of a parameter that MLflow takes
+LONGEST_PARAMETER = 500  # limit of MLflow for the characters of a parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrackedRun:
-    """A run as trackers know it: parameters, and series of numbers by step; None where a step has no number."""
+    """A run for trackers: parameters, and series of numbers by step, None for steps without a number."""
 
     name: str
     parameters: Mapping[str, str | int | float]
@@ -34,7 +34,7 @@ class TrackedRun:
 
 
 def check_tracker(tracker: str) -> None:
-    """Refuse a tracker that there is none of, or that is not installed."""
+    """Raise InputError for a tracker that is unknown or not installed."""
     if tracker not in TRACKERS:
         raise InputError(f"--log-to {tracker!r}: must be one of {', '.join(TRACKERS)}")
     if find_spec(tracker) is None:
@@ -42,11 +42,11 @@ def check_tracker(tracker: str) -> None:
 
 
 def track(run: TrackedRun, tracker: str) -> None:
-    """Write a finished run to a tracker; an error of it is an AutoplanError of one line."""
+    """Write a finished run to a tracker; its errors become one-line AutoplanErrors."""
     check_tracker(tracker)
     try:
         TRACKERS[tracker](run)
-    except Exception as error:  # of whatever the library raises where its server does not answer
+    except Exception as error:  # any error of the library, e.g. without an answer from its server
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise AutoplanError(f"--log-to {tracker}: the run is not logged: {reason}") from error
 

@@ -1,1 +1,1 @@
-"""The cluster as a graph of devices, links and switches, and compiled to levels for the cost model."""
+"""Topology: the cluster as a graph of devices, links and switches, compiled to levels for the cost model."""

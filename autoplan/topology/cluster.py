@@ -21,25 +21,25 @@ def _check_spread(rate_spread: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSpec:
-    """Accelerator.  Rates are per second; `peak_flops_per_s` is dense and from the datasheet, per precision."""
+    """Accelerator.  Rates are per second; `peak_flops_per_s` has the dense datasheet rates by precision."""
 
     name: str
     vendor: Literal["nvidia", "amd", "cpu"]
     generation: Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4", "cpu"]
     memory_bytes: float  # nominal
-    visible_memory_bytes: float  # what a framework can allocate from on an idle device
+    visible_memory_bytes: float  # memory available to a framework on an idle device
     memory_bandwidth_bytes_per_s: float
     compute_units: int
     tdp_w: float
     host_link_bytes_per_s: float
     gemm_efficiency: float  # sustained rate of large bf16 GEMMs as a share of the peak
-    # Likewise of 8-bit ones, as a share of theirs, where it was seen by itself; None: by the generation of the device.
+    # The same for 8-bit GEMMs relative to their peak, if measured; None: by the generation of the device.
     narrow_gemm_efficiency: float | None = None
     memory_efficiency: float  # sustained share of the memory bandwidth for long streams
     peak_flops_per_s: dict[Literal["bf16", "fp16", "fp8", "nvfp4", "tf32", "fp32"], float]
     gemm: GemmCurve = field(default_factory=GemmCurve)
     attention: AttentionCurve = field(default_factory=AttentionCurve)
-    rate_spread: float = 0.0  # where it stands for unlike products: standard deviation of the logarithm of their rates
+    rate_spread: float = 0.0  # if it represents different products: standard deviation of the logarithm of their rates
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class DeviceSpec:
             raise InputError("peak_tflops must give bf16 or fp16")
 
     def slowed(self, rate_share: float) -> DeviceSpec:
-        """The device when it computes and reads its memory at so much of its rates."""
+        """Return the device with compute and memory rates multiplied by `rate_share`."""
         return replace(
             self,
             memory_bandwidth_bytes_per_s=rate_share * self.memory_bandwidth_bytes_per_s,
@@ -81,17 +81,15 @@ class LinkLevel:
     num_devices: int
     bandwidth_bytes_per_s: float  # per device, one direction, nominal
     latency_s: float  # per hop of a ring
-    is_mesh: bool = False  # a direct link to every other device: a group uses only those between its members
-    # Of a mesh whose pairs have unlike links: the share of a device's links that 2, 3, ... devices have among them.
+    is_mesh: bool = False  # direct links between all devices: a group uses only those between its members
+    # For a mesh with unequal links: the share of a device's links usable among 2, 3, ... devices.
     mesh_shares: tuple[float, ...] = ()
-    efficiency: float = 0.8  # plateau of the measured bus bandwidth over the nominal one
+    efficiency: float = 0.8  # plateau of the measured bus bandwidth relative to the nominal one
     half_rate_bytes: float = 1.5 * 2**20  # one device's part of the buffer at which half of the plateau is reached
-    # Without peer-to-peer access all devices send through host memory: the rate of the bridge to it that they share.
+    # Without peer-to-peer access all devices send through host memory: rate of their shared bridge to it.
     host_bridge_bytes_per_s: float | None = None
-    rate_spread: float = (
-        0.0  # where machines with such links differ: standard deviation of the logarithm of their rates
-    )
-    collectives: CollectiveCurve | None = None  # where measured; otherwise latency and half_rate_bytes say it
+    rate_spread: float = 0.0  # if machines with such links differ: standard deviation of the logarithm of their rates
+    collectives: CollectiveCurve | None = None  # if measured; otherwise latency and half_rate_bytes apply
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -112,7 +110,7 @@ class LinkLevel:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """Rate of one device while all send: its own links, or its part of the bridge that all go through."""
+        """Rate of one device while all devices send: its own links, or its share of the common bridge."""
         bridge = math.inf if self.host_bridge_bytes_per_s is None else self.host_bridge_bytes_per_s
         return min(self.bandwidth_bytes_per_s, bridge / self.num_devices)
 
@@ -122,8 +120,8 @@ class SwitchTier:
     """Switches of one tier of the network: a leaf, a pod, a dragonfly group."""
 
     name: str = "leaf"
-    num_nodes: int  # below one of them, or below one set of the leaves of all rails
-    oversubscription: float = 1.0  # rate of all links from below over the rate of those that lead out
+    num_nodes: int  # below one switch, or below one set of leaves for all rails
+    oversubscription: float = 1.0  # rate of all links from below relative to the links out
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
@@ -134,13 +132,13 @@ class SwitchTier:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanSpec:
-    """Link between sites of `nodes_per_site` nodes; all devices of a site share it."""
+    """Link between sites of `nodes_per_site` nodes, shared by all devices of a site."""
 
     nodes_per_site: int
     bandwidth_bytes_per_s: float  # out of one site, one direction
     latency_s: float  # one way
     num_flows: int = 64  # TCP connections that a job opens between two sites
-    window_bytes: float = 16 * 2**20  # of a flow, which is what it moves in a round trip at most
+    window_bytes: float = 16 * 2**20  # per flow, its maximum per round trip
 
     def __post_init__(self) -> None:
         check_count("nodes_per_site", self.nodes_per_site, at_most=MAX_DEVICES)
@@ -150,7 +148,7 @@ class WanSpec:
 
     @property
     def rate_bytes_per_s(self) -> float:
-        """Rate out of a site: its links, or flows that wait for a round trip after every window (`modelling` F)."""
+        """Rate out of a site: limited by its links, or by flows that wait one round trip per window (`modelling` F)."""
         return min(self.bandwidth_bytes_per_s, self.num_flows * self.window_bytes / (2 * self.latency_s))
 
 
@@ -171,15 +169,15 @@ class NodeGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A part that runs below its rate.
+    """A component that runs below its rate.
 
-    `node` is the name of a node, or its number from 0 where nodes have no names; `index` counts devices or NICs in it.
-    `switch` is the name of a switch, or 'leaf 0' for the first one of the tier of that name.  A link is what joins a
-    device to those of its node, an uplink all that leads out of a switch upwards.
+    `node` is the name of a node, or its number from 0 if nodes have no names; `index` counts devices or NICs in it.
+    `switch` is the name of a switch, or 'leaf 0' for the first one of the tier of that name.  A link connects a device
+    to the others in its node, an uplink is everything from a switch to the next tier.
     """
 
     part: Literal["device", "nic", "link", "uplink"]
-    rate_share: float  # what is left of the rate
+    rate_share: float  # remaining share of the rate
     node: str | int | None = None
     index: int = 0
     switch: str | None = None
@@ -199,7 +197,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkSpec:
-    """The scale-out network.  `nics_per_device` is 0.5 where four NICs serve eight devices."""
+    """The scale-out network.  `nics_per_device` is 0.5 if four NICs serve eight devices."""
 
     kind: Literal["infiniband", "roce", "efa", "slingshot", "ethernet"]
     nic_bytes_per_s: float  # one direction
@@ -208,7 +206,7 @@ class NetworkSpec:
     latency_s: float = 14e-6
     half_rate_bytes: float = 1 * 2**20  # as above
     rail_optimised: bool = True
-    sharp: bool = False  # switches add up what is reduced, on its way (SHARP)
+    sharp: bool = False  # switches perform in-network reduction (SHARP)
     tiers: tuple[SwitchTier, ...] = (SwitchTier(num_nodes=32),)  # innermost first; one switch joins all of the last
 
     def __post_init__(self) -> None:
@@ -223,13 +221,13 @@ class NetworkSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSpec:
-    """The host of one node, and how devices and NICs connect to it: in order, spread evenly."""
+    """The host of one node, to which devices and NICs connect in order, spread evenly."""
 
     memory_bytes: float = 1024 * 2**30
     power_w: float | None = None  # without the devices
     num_sockets: int = 2
     num_pcie_switches: int = 0  # none: devices and NICs connect to the sockets
-    device_link: Literal["pcie", "nvlink-c2c", "xgmi"] = "pcie"  # of a device to its switch or socket
+    device_link: Literal["pcie", "nvlink-c2c", "xgmi"] = "pcie"  # from a device to its switch or socket
     nics_on_devices: bool = False  # rather than on the switches or sockets
     socket_bytes_per_s: float = 22e9  # between two sockets, one direction: NCCL's value for Sapphire Rapids (topo.h)
 
@@ -244,13 +242,13 @@ class HostSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineSpec:
-    """Fingerprint of the nodes in the timing database, beside their device.  Blank is unknown."""
+    """Fingerprint of the nodes in the timing database, in addition to their device.  Blank means unknown."""
 
     runtime: str = ""  # cuda 13.0, rocm 7.1, cpu
     torch: str = ""
     collectives: str = ""  # nccl 2.28.3
     topology: str = ""  # hash of the links between devices, sockets and NICs of a node
-    power_cap_w: int = 0  # in force; 0: that of the device's datasheet
+    power_cap_w: int = 0  # in force; 0: the datasheet's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +262,7 @@ class ClusterSpec:
     levels: tuple[LinkLevel, ...]
     network: NetworkSpec
     wan: WanSpec | None = None
-    nodes: tuple[NodeGroup, ...] = ()  # where a scheduler put the job; none: nodes fill the switches in order
+    nodes: tuple[NodeGroup, ...] = ()  # allocation of the scheduler; empty: nodes fill the switches in order
     faults: tuple[Fault, ...] = ()
     host: HostSpec = HostSpec()
     machine: MachineSpec | None = None
@@ -336,7 +334,7 @@ class ClusterSpec:
                 raise InputError(f"a fault is on {fault.part} {fault.index} of node {fault.node!r}, which has {count}")
 
     def tier_of(self, switch: str) -> int:
-        """The index of the tier that a switch belongs to, known by its name or as 'leaf 0'."""
+        """Return the index of the tier of a switch, given by name or as 'leaf 0'."""
         for at, tier in enumerate(self.network.tiers):
             names = {group.switches[at] for group in self.nodes}
             if not self.nodes:
@@ -346,7 +344,7 @@ class ClusterSpec:
         raise InputError(f"a fault is on switch {switch!r}, which has no node below it: name a switch with nodes")
 
     def slowest_share(self, part: str, tier: int | None = None) -> float:
-        """Share of their rate that the worst fault of such parts, or of a tier's uplinks, leaves; 1 without faults."""
+        """Remaining rate share under the worst fault of such parts, or of a tier's uplinks; 1 without faults."""
         return min(
             (
                 fault.rate_share

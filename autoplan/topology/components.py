@@ -1,4 +1,4 @@
-"""Components of a node, and the links in it and out of it."""
+"""Components of a node, and the links inside and out of it."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from autoplan.topology.levels import used_of_domain
 
 ComponentKind = Literal["device", "nic", "pcie_switch", "socket", "fabric", "switch", "core", "wan"]
 
-Faults = tuple[tuple[str, int, float], ...]  # in a node: component, index, share of the rate that is left
+Faults = tuple[tuple[str, int, float], ...]  # in a node: component, index, remaining share of the rate
 
-# Graphs are networkx's: a vertex has `component` and `count`, an edge `link` and `num_links`.
-Graph = Any  # nx.Graph, which has no types
+# Graphs are networkx graphs: a vertex has `component` and `count`, an edge has `link` and `num_links`.
+Graph = Any  # nx.Graph, which is untyped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """Part of the cluster, or each of a class of components that are alike."""
+    """Component of the cluster, or a representative of a class of identical components."""
 
     kind: ComponentKind
     name: str
-    tier: int = 0  # of a switch: innermost 0
-    side: int = 0  # of a device: 1 where `split` sets its node apart
-    share: float = 1.0  # of its rate that a fault leaves
+    tier: int = 0  # for a switch: innermost 0
+    side: int = 0  # for a device: 1 if its node is set apart by `split`
+    share: float = 1.0  # remaining share of its rate under a fault
 
 
 SOCKET = Component(kind="socket", name="CPU")
@@ -38,23 +38,23 @@ PCIE_SWITCH = Component(kind="pcie_switch", name="PCIe switch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Edge of the graph; rates are for each direction.  Latencies of a path add up to that of its level."""
+    """Edge of the graph; rates are per direction.  Latencies along a path add up to that of its level."""
 
     kind: str
     bytes_per_s: float  # nominal
     sustained_bytes_per_s: float
-    latency_s: float = 0.0  # where it is that of another link of the path, or not known
-    oversubscription: float = 1.0  # what may come from below over this link's rate
-    share: float = 1.0  # of the rates that a fault leaves; it is in the sustained one
-    sharp: bool = False  # towards a switch that adds up what is reduced
+    latency_s: float = 0.0  # 0 if included in another link of the path, or unknown
+    oversubscription: float = 1.0  # possible rate from below relative to this link's rate
+    share: float = 1.0  # remaining share of the rates under a fault; included in the sustained rate
+    sharp: bool = False  # towards a switch with in-network reduction
 
     def slowed(self, share: float) -> Link:
-        """The link where a fault leaves so much of its rate."""
+        """Return the link with its rate multiplied by `share`."""
         return replace(self, share=share, sustained_bytes_per_s=share * self.sustained_bytes_per_s)
 
 
 def nics_of_node(cluster: ClusterSpec) -> tuple[int, float]:
-    """(how many NICs a node has, nominal bytes/s of each); a node that has part of one has one of that rate."""
+    """Return (number of NICs per node, nominal bytes/s of each); a fraction of a NIC counts as one with that rate."""
     nominal = cluster.network.nics_per_device * cluster.devices_per_node
     count = max(1, round(nominal))
     return count, cluster.network.nic_bytes_per_s * nominal / count
@@ -72,7 +72,7 @@ def connect(graph: Graph, a: Hashable, b: Hashable, link: Link) -> None:
 
 
 def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
-    """Graph of one node, each part a vertex, (kind, index); NICs are its way out."""
+    """Graph of one node with a vertex (kind, index) per component; NICs lead out of it."""
     graph = nx.Graph()
     shares = {(part, at): share for part, at, share in faults}
     for at in range(cluster.devices_per_node):
@@ -84,7 +84,7 @@ def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
         [("device", at) for at in range(cluster.devices_per_node)] if cluster.host.nics_on_devices else hubs
     )
     num_nics, rate = nics_of_node(cluster)
-    bus = Link(kind="pcie", bytes_per_s=rate, sustained_bytes_per_s=rate)  # takes what the NIC sends
+    bus = Link(kind="pcie", bytes_per_s=rate, sustained_bytes_per_s=rate)  # as fast as the NIC
     for at in range(num_nics):
         nic = add_component(graph, ("nic", at), Component(kind="nic", name="NIC", share=shares.get(("nic", at), 1.0)))
         connect(graph, nic, behind[at * len(behind) // num_nics], bus)
@@ -92,9 +92,9 @@ def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
 
 
 def _add_fabrics(graph: Graph, cluster: ClusterSpec, shares: list[float]) -> None:
-    """The levels inside a node; those over PCIe are links of the host.  `shares` is what each device's links have left.
+    """Add the fabrics inside a node; levels over PCIe are links of the host.  `shares`: remaining rate per device.
 
-    Two devices have one direct link at most: of meshes in one another the inner ones are drawn as switches.
+    Two devices have at most one direct link, so of nested meshes the inner ones are represented by switches.
     """
     size = cluster.devices_per_node
     levels = [level for level in cluster.levels if level.num_devices <= size and level.kind != "pcie"]
@@ -114,9 +114,9 @@ def _add_fabrics(graph: Graph, cluster: ClusterSpec, shares: list[float]) -> Non
 
 
 def _add_host(graph: Graph, cluster: ClusterSpec) -> list[Hashable]:
-    """Sockets and PCIe switches with the devices on them; also those with NICs."""
+    """Add sockets and PCIe switches with their devices and NICs."""
     host, size = cluster.host, cluster.devices_per_node
-    # A preset cut down to fewer devices than it has sockets or switches keeps those of the devices that are left.
+    # A preset reduced to fewer devices than sockets or switches keeps those of the remaining devices.
     sockets = [add_component(graph, ("socket", at), SOCKET) for at in range(min(host.num_sockets, size))]
     between = Link(kind="socket", bytes_per_s=host.socket_bytes_per_s, sustained_bytes_per_s=host.socket_bytes_per_s)
     for near_socket, far_socket in combinations(sockets, 2):
@@ -148,7 +148,7 @@ def fabric_link(level: LinkLevel, *, peers: int = 0, share: float = 1.0) -> Link
 
 
 def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: float = math.inf) -> Link:
-    """Link of the host that `below` devices share, at the rate of a level over PCIe where the cluster has one."""
+    """Host link shared by `below` devices, at the rate of a level over PCIe if the cluster has one."""
     levels = [
         level for level in cluster.levels if level.kind == "pcie" and level.num_devices <= cluster.devices_per_node
     ]
@@ -163,12 +163,12 @@ def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: fl
 
 
 def num_rails(cluster: ClusterSpec) -> int:
-    """Number of switches into which the NICs of a node go: one for each where the fabric is rail-optimised."""
+    """Number of switches that the NICs of a node connect to: one per NIC in a rail-optimised fabric."""
     return nics_of_node(cluster)[0] if cluster.network.rail_optimised and cluster.network.tiers else 1
 
 
 def nic_link(cluster: ClusterSpec, share: float = 1.0) -> Link:
-    """Link from a NIC to its switch: half of the latency between two nodes."""
+    """Link from a NIC to its switch, with half of the latency between two nodes."""
     network, (_, rate) = cluster.network, nics_of_node(cluster)
     link = Link(
         kind=network.kind,
@@ -181,9 +181,9 @@ def nic_link(cluster: ClusterSpec, share: float = 1.0) -> Link:
 
 
 def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int, share: float = 1.0) -> Link:
-    """Link out of a switch of a tier (innermost 0) with `num_nodes` below it; all its links to the next tier as one.
+    """Uplink of a switch in a tier (innermost 0) with `num_nodes` below it: all its links to the next tier as one.
 
-    Of an oversubscribed switch the nodes of the job have the share that is theirs when all of its ports are busy.
+    On an oversubscribed switch the job's nodes get their share when all of its ports are busy.
     """
     network, (num_nics, rate) = cluster.network, nics_of_node(cluster)
     over = math.prod(inner_tier.oversubscription for inner_tier in network.tiers[: tier + 1])
@@ -211,7 +211,7 @@ def site_link(cluster: ClusterSpec) -> Link:
 
 
 def wide_levels(cluster: ClusterSpec) -> list[tuple[LinkLevel, int]]:
-    """Fabrics that join several nodes, and how many each rack of theirs joins."""
+    """Fabrics that span several nodes, with the number of nodes per rack."""
     size, total = cluster.devices_per_node, cluster.num_devices
     return [
         (level, used_of_domain(level.num_devices, size, total) // size)
@@ -221,7 +221,7 @@ def wide_levels(cluster: ClusterSpec) -> list[tuple[LinkLevel, int]]:
 
 
 def node_faults(cluster: ClusterSpec) -> dict[int, Faults]:
-    """The faults in each node that has some, by its place in the order of ranks."""
+    """Faults by node, numbered in the order of ranks."""
     names = [name for group in cluster.nodes for name in group.names]
     faults_by_node: dict[int, Faults] = {}
     for fault in cluster.faults:
@@ -232,7 +232,7 @@ def node_faults(cluster: ClusterSpec) -> dict[int, Faults]:
 
 
 def uplink_faults(cluster: ClusterSpec) -> dict[int, dict[int, float]]:
-    """Slow uplinks above every node, by its place: tiers (innermost 0) and the share that is left."""
+    """Slow uplinks above every node in the order of ranks: tiers (innermost 0) and remaining shares."""
     faults_by_leaf: dict[int, dict[int, float]] = {}
     for fault in cluster.faults:
         if fault.part != "uplink" or fault.switch is None:
@@ -257,7 +257,7 @@ def place_names(cluster: ClusterSpec) -> tuple[str, ...]:
 
 
 def named_paths(cluster: ClusterSpec) -> list[tuple[str, ...]]:
-    """Path of every node of an allocation: its site where there are several, and its switches, outermost first."""
+    """Path of every node of an allocation: its site if there are several, and its switches, outermost first."""
     return [
         ((group.site,) if cluster.wan else ()) + tuple(reversed(group.switches))
         for group in cluster.nodes
@@ -266,7 +266,7 @@ def named_paths(cluster: ClusterSpec) -> list[tuple[str, ...]]:
 
 
 def needs_no_core(cluster: ClusterSpec, num_switches: int) -> bool:
-    """Return whether one switch holds all nodes, so that nothing is to be joined."""
+    """Return whether all nodes are below one switch, so that no core is needed."""
     num_tiers = len(cluster.network.tiers)
     rails = num_rails(cluster) if num_tiers == 1 else 1
     return cluster.wan is None and num_tiers > 0 and num_switches * rails == 1

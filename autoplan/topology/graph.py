@@ -1,10 +1,10 @@
-"""A cluster as a graph of components and links, identical components held once.
+"""Graph of a cluster's components and links, with identical components merged.
 
-Vertices of `quotient` are classes of identical components with their number; an edge stands for all equal links
-between two classes.  It is the graph with every component a vertex, folded along its symmetries: a flow between unions
-of classes may be averaged over them, so that a minimum cut of one is that of the other.  It grows with the number of
-different switches and nodes, not with the cluster.  (Racks of a scale-up fabric that straddle leaf switches break the
-symmetry; they are folded all the same, and their cut is an upper bound.)
+Vertices of `quotient` are classes of identical components with their number; an edge represents all equal links between
+two classes.  It is the full graph folded along its symmetries: a flow between unions of classes can be averaged over
+each class, so both graphs have the same minimum cut.  Its size grows with the number of different switches and nodes,
+not with the cluster. (Racks of a scale-up fabric that straddle leaf switches break the symmetry; they are folded
+nevertheless, and their cut is an upper bound.)
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from autoplan.topology.components import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaceGroup:
-    """A place that holds `count` times the same: a site, a switch with what is below it, a node."""
+    """`count` identical places: sites, switches with everything below them, or nodes."""
 
     name: str
-    count: int  # in each place around it
-    num_nodes: int  # in one of them
-    vertices: tuple[str, ...]  # of the quotient graph: its own switches, or the components of a node
+    count: int  # per enclosing place
+    num_nodes: int  # per place
+    vertices: tuple[str, ...]  # vertices of the quotient graph: its own switches, or the components of a node
     inside: tuple[PlaceGroup, ...] = ()
     has_faults: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterGraph:
-    """The quotient graph, and how its places lie in each other, outermost first."""
+    """The quotient graph, and its nested places, outermost first."""
 
     graph: Graph
     root: PlaceGroup
@@ -61,12 +61,12 @@ class ClusterGraph:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Node:
-    """Nodes that are alike: in what is wrong with them, in what is wrong above them, and in their racks."""
+    """Nodes with the same faults in them, the same faults above them, and the same classes of racks."""
 
     side: int = 0
     faults: Faults = ()
-    uplinks: tuple[tuple[int, float], ...] = ()  # tiers at which its switch has slow uplinks, and what they have left
-    racks: tuple[int, ...] = ()  # the class of its rack in each wide fabric
+    uplinks: tuple[tuple[int, float], ...] = ()  # tiers with slow uplinks above it, and their remaining shares
+    racks: tuple[int, ...] = ()  # class of its rack in each wide fabric
 
     @property
     def num_nodes(self) -> int:
@@ -79,14 +79,14 @@ class _Node:
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Switch:
-    """Switches with the same nodes and switches below them: those of a tier, a site, all."""
+    """Switches with the same nodes and switches below them: of a tier, a site, or all."""
 
     num_nodes: int
     below: tuple[tuple[_Node | _Switch, int], ...]
 
     @property
     def nodes(self) -> set[_Node]:
-        """The kinds of nodes below."""
+        """Kinds of nodes below."""
         return {node for child, _ in self.below for node in ({child} if isinstance(child, _Node) else child.nodes)}
 
     @property
@@ -94,15 +94,15 @@ class _Switch:
         return sum(len(node.faults) + len(node.uplinks) for node in self.nodes)
 
     def share(self, tier: int) -> float:
-        """Share that faults leave of the uplinks, for a switch of that tier."""
+        """Remaining share of the uplinks of a switch of that tier under faults."""
         return dict(next(iter(self.nodes)).uplinks).get(tier, 1.0)
 
 
-Runs = tuple[tuple[_Node, int], ...]  # nodes in order: so many of this kind, then so many of that
+Runs = tuple[tuple[_Node, int], ...]  # nodes in order, run-length encoded by kind
 
 
 def quotient(cluster: ClusterSpec, *, split: int = 0) -> ClusterGraph:
-    """The graph of `cluster`'s classes; with `split` the first nodes are kept apart from the others."""
+    """Graph of the classes in `cluster`; the first `split` nodes are kept separate from the others."""
     inside, above = node_faults(cluster), uplink_faults(cluster)
     marked = inside.keys() | above.keys()
     bounds = sorted({0, split, cluster.num_nodes, *marked, *(node + 1 for node in marked)})
@@ -118,7 +118,7 @@ def _merged(runs: Iterable[tuple[_Node, int]]) -> Runs:
 
 
 def bisection_bytes_per_s(cluster: ClusterSpec, num_nodes: int) -> float:
-    """Rate from the first `num_nodes` nodes to the others at most: sustained, one direction, all links together."""
+    """Largest sustained rate from the first `num_nodes` nodes to the others: one direction, all links together."""
     if not 0 < num_nodes < cluster.num_nodes:
         raise InputError(f"a part of the {cluster.num_nodes} nodes must be at least 1 and not all, got {num_nodes}")
     graph = quotient(cluster, split=num_nodes).graph
@@ -126,14 +126,14 @@ def bisection_bytes_per_s(cluster: ClusterSpec, num_nodes: int) -> float:
 
 
 def devices(graph: Graph, *, side: int) -> list[Hashable]:
-    """The device vertices of one side."""
+    """Device vertices of one side."""
     return [
         at for at, component in graph.nodes(data="component") if component.kind == "device" and component.side == side
     ]
 
 
 def links_up(graph: Graph, vertex: Hashable) -> list[Link]:
-    """The links of a switch, a NIC or a site to what is above it in the network."""
+    """Links of a switch, a NIC or a site to the next level of the network."""
     order = {"nic": -1, "switch": 0, "core": 1, "wan": 2}
     component = graph.nodes[vertex]["component"]
     links = []
@@ -145,22 +145,22 @@ def links_up(graph: Graph, vertex: Hashable) -> list[Link]:
 
 
 def min_cut_bytes_per_s(graph: Graph, sources: Iterable[Hashable], sinks: Iterable[Hashable]) -> float:
-    """The least sustained rate, one direction, of links that part the vertices `sources` from `sinks`."""
+    """Minimum cut between the vertices `sources` and `sinks`: sustained rate in one direction."""
     flows = nx.Graph()
     for a, b, edge in graph.edges(data=True):
         if a != b:
             flows.add_edge(a, b, capacity=edge["num_links"] * edge["link"].sustained_bytes_per_s)
     source, sink = object(), object()
-    flows.add_edges_from((source, vertex) for vertex in sources)  # no capacity: without limit
+    flows.add_edges_from((source, vertex) for vertex in sources)  # no capacity means unlimited
     flows.add_edges_from((vertex, sink) for vertex in sinks)
     value: float = nx.minimum_cut_value(flows, source, sink)
     return value
 
 
 def classes(graph: Graph, first: dict[Any, Any] | None = None) -> dict[Any, int]:
-    """The class of every vertex of the coarsest partition whose members see equal classes over equal links.
+    """Return every vertex's class in the coarsest partition whose members see equal classes over equal links.
 
-    `first` are classes to start from.  Colour refinement, as in Berkholz, Bonsma and Grohe, arXiv:1509.08251.
+    `first` are the initial classes.  Colour refinement, as in Berkholz, Bonsma and Grohe, arXiv:1509.08251.
     """
     colour: dict[Any, Any] = {v: (component, (first or {}).get(v)) for v, component in graph.nodes(data="component")}
     count = 0
@@ -180,7 +180,7 @@ def classes(graph: Graph, first: dict[Any, Any] | None = None) -> dict[Any, int]
 
 
 def _switch(below: Iterable[tuple[_Node | _Switch, int]]) -> _Switch:
-    """A switch with what is below it, the largest and soundest first."""
+    """Return a switch with sorted children, the largest and least faulty first."""
     counts: Counter[Any] = Counter()
     for child, count in below:
         counts[child] += count
@@ -190,7 +190,7 @@ def _switch(below: Iterable[tuple[_Node | _Switch, int]]) -> _Switch:
 
 
 def _blocks(runs: Runs, size: int) -> Iterator[tuple[Runs, int]]:
-    """The nodes in blocks of `size` in order, the last one smaller; equal whole blocks in a row are held once."""
+    """Divide nodes into consecutive blocks of `size`, the last one smaller; runs of equal whole blocks are merged."""
     partial: list[tuple[_Node, int]] = []
     room = size
     for node, count in runs:
@@ -211,14 +211,14 @@ def _blocks(runs: Runs, size: int) -> Iterator[tuple[Runs, int]]:
 
 
 def _in_order(runs: Runs, sizes: Sequence[int]) -> _Switch:
-    """Switches, outermost first, of the given sizes, filled with nodes in order."""
+    """Return switches of the given sizes, outermost first, filled with nodes in order."""
     if not sizes:
         return _switch(runs)
     return _switch((_in_order(block, sizes[1:]), count) for block, count in _blocks(runs, sizes[0]))
 
 
 def _as_named(nodes: Sequence[tuple[tuple[str, ...], _Node]], depth: int = 0) -> _Switch:
-    """The switches on the path of each node, outermost first; `depth` names of it are done."""
+    """Return the switches on the path of each node, outermost first, starting at `depth` names."""
     if depth == len(nodes[0][0]):
         return _switch((node, 1) for _, node in nodes)
     places: dict[str, list[tuple[tuple[str, ...], _Node]]] = defaultdict(list)
@@ -229,7 +229,7 @@ def _as_named(nodes: Sequence[tuple[tuple[str, ...], _Node]], depth: int = 0) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Above:
-    """The switches over a place: one, or one for each rail with the classes of the rails."""
+    """Switches above a place: one, or one per rail with the classes of the rails."""
 
     vertices: tuple[str, ...] = ()
     rails: tuple[int, ...] = ()
@@ -274,7 +274,7 @@ class _Folded:
         self.graph.add_edge(a, b, link=link, num_links=count)
 
     def _into_racks(self, runs: Runs, level: LinkLevel, num_nodes: int) -> Runs:
-        """The nodes, distinguished by the racks that they fill in order; every class of racks becomes a vertex."""
+        """Distinguish nodes by the racks that they fill in order; every class of racks becomes a vertex."""
         rack_ids: dict[_Switch, int] = {}
         result = []
         for block, count in _blocks(runs, num_nodes):
@@ -287,7 +287,7 @@ class _Folded:
         return tuple(result)
 
     def _inside(self, faults: Faults, rails: tuple[int, ...]) -> tuple[Graph, dict[Any, int]]:
-        """The components of a node and their classes, its NICs on rails of these classes."""
+        """Return the components of a node and their classes, with its NICs on rails of these classes."""
         if faults not in self.nodes:
             self.nodes[faults] = node_graph(self.cluster, faults)
         node, key = self.nodes[faults], (faults, rails)
@@ -298,7 +298,7 @@ class _Folded:
         return node, self.refined[key]
 
     def _rails(self, switch: _Switch) -> tuple[int, ...]:
-        """The class of every rail of a set of leaf switches: two differ where a node below tells their NICs apart."""
+        """Return the class of every rail of a set of leaf switches; two differ if a node distinguishes their NICs."""
         rails = (0,) * num_rails(self.cluster)
         while True:
             rails_of_nodes = [
@@ -312,7 +312,7 @@ class _Folded:
             rails = refined
 
     def _place(self, child: _Node | _Switch, count: int, total: int, depth: int, above: _Above) -> PlaceGroup:
-        """Vertices of `total` equal places, `count` in each around it."""
+        """Add the vertices of `total` equal places, `count` per enclosing place."""
         if isinstance(child, _Node):
             name, vertices = "node", self._place_node(child, total, above)
             inside: tuple[PlaceGroup, ...] = ()

@@ -1,4 +1,4 @@
-"""Cluster compiled to nested levels: the links that a group of ranks crosses, and their rates.
+"""Nested levels of a cluster: the links that a group of ranks crosses, and their rates.
 
 Ranks fill nodes in order, so the members of a group are an arithmetic sequence: `size` ranks, `stride` apart, or a
 sequence of such runs.  A level joins domains of `num_devices` devices: a pair of dies, a node, a rack, the nodes under
@@ -21,13 +21,13 @@ from autoplan.topology.placement import Pattern, RankGroup, Seats, fills_evenly,
 
 
 class Gaps(NamedTuple):
-    """Gaps in a group where other ranks come between: after each `run` of ranks the next begins `step` further on."""
+    """Gaps in a group, which consists of runs of `run` ranks that begin `step` ranks apart."""
 
     run: Ints
     step: Ints
 
     def repeat(self, times: int) -> Gaps:
-        """Repeat each of them so often."""
+        """Repeat each element `times` times."""
         return Gaps(np.repeat(self.run, times), np.repeat(self.step, times))
 
 
@@ -40,13 +40,13 @@ class Level:
     bytes_per_s: float
     latency_s: float
     half_rate_bytes: float
-    is_mesh: bool = False  # the rate is that of all direct links together
-    mesh_shares: tuple[float, ...] = ()  # of it that 2, 3, ... devices have among them; none: evenly
-    devices_per_nic: float = 1.0  # that share one, so that each has this part of its rate
+    is_mesh: bool = False  # the rate is the sum over all direct links
+    mesh_shares: tuple[float, ...] = ()  # share of it usable among 2, 3, ... devices; empty: evenly
+    devices_per_nic: float = 1.0  # number sharing one NIC, which divides its rate
     is_network: bool = False  # reached over NICs
-    is_reducing: bool = False  # its switches add up what is reduced (SHARP)
+    is_reducing: bool = False  # its switches perform in-network reduction (SHARP)
     collectives: CollectiveCurve | None = None  # where measured
-    seats: Seats | None = None  # of the nodes, where they are listed; `num_devices` is that of the fullest switch
+    seats: Seats | None = None  # if nodes are listed; `num_devices` is then that of the fullest switch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Topology:
     """Levels from the innermost outwards; the last one joins all devices."""
 
     levels: tuple[Level, ...]
-    network: tuple[int, ...] = field(init=False)  # indices of the levels that NICs lead to
+    network: tuple[int, ...] = field(init=False)  # indices of the levels reached over NICs
 
     def __post_init__(self) -> None:
         network = tuple(at for at, level in enumerate(self.levels) if level.is_network)
@@ -62,7 +62,7 @@ class Topology:
 
     @property
     def tiers(self) -> tuple[int, ...]:
-        """Indices of the further tiers of the network, and its sites: their traffic comes over the NICs as well."""
+        """Indices of outer network tiers and sites, whose traffic also crosses the NICs."""
         return self.network[1:]
 
     def members(
@@ -70,8 +70,9 @@ class Topology:
     ) -> Ints | Floats:
         """Members of each group that share one domain of each level: shape (levels, *groups).
 
-        A group whose span does not divide the domain straddles two domains for some of its siblings; the step waits
-        for those, so they decide.  Where nodes fill switches unevenly the numbers are effective ones, of a pattern.
+        If a group's span does not divide the domain, some of its siblings straddle two domains; the step waits for
+        those, so they determine the result.  If nodes fill switches unevenly, the numbers are effective ones for the
+        pattern.
         """
         shape = (len(self.levels), *size.shape)
         is_even = all(level.seats is None or level.seats.is_even for level in self.levels)
@@ -88,7 +89,7 @@ class Topology:
 
 
 def _inside(num_devices: int, stride: Ints, size: Ints, gaps: Gaps | None) -> Ints:
-    """Members in one of the domains of `num_devices` that ranks fill in order."""
+    """Members in one domain of `num_devices`, with domains filled in rank order."""
     inside = np.clip(num_devices // stride, 1, size)
     span = stride * size
     if gaps is not None:
@@ -101,7 +102,7 @@ def _inside(num_devices: int, stride: Ints, size: Ints, gaps: Gaps | None) -> In
 
 
 def _seated(seats: Seats, stride: Ints, size: Ints, gaps: Gaps | None, pattern: Pattern) -> Floats:
-    """Effective members below one switch, worked out once for groups that are alike."""
+    """Effective members below one switch, computed once per distinct group."""
     run = size if gaps is None else np.minimum(gaps.run, size)
     step = stride * size if gaps is None else np.where(run < size, gaps.step, stride * size)
     rows = np.stack([column.ravel() for column in np.broadcast_arrays(stride, size, run, step)])
@@ -111,7 +112,7 @@ def _seated(seats: Seats, stride: Ints, size: Ints, gaps: Gaps | None, pattern: 
 
 
 def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
-    """Devices of one domain that a job of `total` devices uses: racks wider than a node are filled evenly.
+    """Devices per domain used by a job of `total` devices; racks larger than a node are filled evenly.
 
     256 devices in racks of 72 are 4 x 64, not 3 x 72 + 40: schedulers place jobs in equal segments so that no group
     straddles two racks.
@@ -125,7 +126,7 @@ def used_of_domain(num_devices: int, devices_per_node: int, total: int) -> int:
 
 
 def _domains(cluster: ClusterSpec, placement: Sequence[str] | None) -> list[tuple[int, Seats | None]]:
-    """Devices of the fullest switch of each tier, and last of the fullest site, and every node's switch."""
+    """Return devices on the fullest switch of each tier and lastly of the fullest site, and every node's switch."""
     sites = cluster.wan.nodes_per_site if cluster.wan else cluster.num_nodes
     if not cluster.nodes and placement is None:
         nodes = [*(tier.num_nodes for tier in cluster.network.tiers), sites]
@@ -136,7 +137,7 @@ def _domains(cluster: ClusterSpec, placement: Sequence[str] | None) -> list[tupl
         count = np.bincount(switch)
         seats = Seats(
             switch=switch,
-            # Links out of a switch are those of all nodes below it; each site has the same ones.
+            # Links out of a switch scale with the nodes below it; all sites have the same links.
             load=np.ones(len(count)) if below else count / count.max(),
             job_share=np.minimum(count / below, 1.0) if below else np.ones(len(count)),
             devices_per_node=cluster.devices_per_node,
@@ -149,10 +150,10 @@ def _domains(cluster: ClusterSpec, placement: Sequence[str] | None) -> list[tupl
 def compile_topology(
     cluster: ClusterSpec, placement: Sequence[str] | None = None, *, every_tier: bool = False
 ) -> Topology:
-    """The levels of `cluster` that its devices need, with sustained rates.
+    """Compile the levels between the devices of `cluster`, with sustained rates.
 
-    Ranks fill the nodes in the order of `placement`, their names, or as the cluster lists them.  Tiers of switches are
-    levels where they hold traffic back, or all of them.
+    Ranks fill the nodes in the order of `placement` (node names) or of the cluster's list.  Oversubscribed switch tiers
+    are levels; with `every_tier` all of them are.
     """
     total = cluster.num_devices
     if placement is not None and cluster.levels[-1].num_devices > cluster.devices_per_node:
@@ -183,7 +184,7 @@ def _inner_level(cluster: ClusterSpec, link: LinkLevel) -> Level:
 def _network_levels(
     cluster: ClusterSpec, domains: Sequence[tuple[int, Seats | None]], *, every_tier: bool
 ) -> list[Level]:
-    """The levels that NICs lead to: tiers of switches, the fabric that joins them, the links between sites."""
+    """Levels reached over NICs: switch tiers, the fabric that joins them, links between sites."""
     *switches, (site, seats_of_site) = domains
     network, total = cluster.network, cluster.num_devices
     rate = network.nic_bytes_per_s * network.nics_per_device * network.efficiency
@@ -212,6 +213,6 @@ def _network_levels(
         share = min(cluster.wan.rate_bytes_per_s / site, fabric.bytes_per_s)
         levels.append(replace(fabric, num_devices=site, seats=seats_of_site))
         fabric = replace(fabric, name="wan", bytes_per_s=share, latency_s=cluster.wan.latency_s, is_reducing=False)
-    # Ranks wait for those behind the slowest NIC; what shares the links out of a switch does not.
+    # Ranks wait for those with the slowest NIC; links out of a switch are shared and not limited by one NIC.
     first, *higher = (*levels, fabric)
     return [replace(first, bytes_per_s=first.bytes_per_s * cluster.slowest_share("nic")), *higher]

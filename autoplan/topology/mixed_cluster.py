@@ -1,4 +1,4 @@
-"""Mixed cluster: several clusters, each of equal nodes, and the links between them."""
+"""Mixed cluster: several homogeneous clusters and the links between them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import check_count, check_name, check_positive
 from autoplan.topology.cluster import ClusterSpec
 
-MAX_PARTS = 4  # a search looks at every way to group them
+MAX_PARTS = 4  # a search tries every way to group them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BetweenSpec:
-    """Link between any two parts, one direction; what is left out is that of the slower of their two networks.
+    """Link between any two parts, one direction; omitted values are those of the slower of their two networks.
 
-    `device_bytes_per_s` is what one device sends at most, sustained; `bandwidth_bytes_per_s` a link out of each part
-    that all its devices share, over at most `num_flows` connections with `window_bytes` in a round trip.
+    `device_bytes_per_s` is the sustained limit per device; `bandwidth_bytes_per_s` is a link out of each part shared by
+    all its devices, over at most `num_flows` connections with `window_bytes` per round trip.
     """
 
     device_bytes_per_s: float | None = None
@@ -25,7 +25,7 @@ class BetweenSpec:
     latency_s: float | None = None  # one way
     num_flows: int = 64
     window_bytes: float = 16 * 2**20
-    cross_vendor_collectives: bool = True  # whether one collective may span devices of two vendors
+    cross_vendor_collectives: bool = True  # whether a collective may span devices of two vendors
 
     def __post_init__(self) -> None:
         for name in ("device_bytes_per_s", "bandwidth_bytes_per_s", "latency_s"):
@@ -35,7 +35,7 @@ class BetweenSpec:
         check_positive("window_bytes", self.window_bytes)
 
     def shared_bytes_per_s(self, latency_s: float) -> float | None:
-        """Rate out of a part over a shared link: its own, or flows that wait for a round trip after every window."""
+        """Rate out of a part over a shared link: of the link, or of flows that wait one round trip per window."""
         if self.bandwidth_bytes_per_s is None:
             return None
         return min(self.bandwidth_bytes_per_s, self.num_flows * self.window_bytes / (2 * latency_s))
@@ -65,18 +65,18 @@ class MixedCluster:
 
     @property
     def part_names(self) -> tuple[str, ...]:
-        """Names of the parts; those that share a name are numbered."""
+        """Names of the parts; duplicates are numbered."""
         names = [part.name for part in self.parts]
         return tuple(f"{name}#{at}" if names.count(name) > 1 else name for at, name in enumerate(names))
 
     @property
     def vendors(self) -> tuple[str, ...]:
-        """The vendor of every part."""
+        """Vendor of every part."""
         return tuple(part.device.vendor for part in self.parts)
 
 
 def joined(parts: Iterable[ClusterSpec], between: BetweenSpec, name: str) -> ClusterSpec | MixedCluster:
-    """The cluster of these parts; equal ones on one network are one part, and a single part is a plain cluster."""
+    """Join parts to a cluster; equal parts on one network are merged, and a single part is a plain cluster."""
     counts: list[tuple[ClusterSpec, int]] = []
     is_one_network = between == BetweenSpec(cross_vendor_collectives=between.cross_vendor_collectives)
     for part in parts:

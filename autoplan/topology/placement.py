@@ -1,9 +1,9 @@
-"""Placement of a job's nodes below switches, and the share of a group's traffic that leaves them.
+"""Placement of a job's nodes below switches, and the share of a group's traffic that leaves a switch.
 
-A scheduler hands out what is free, so that switches hold unequal numbers of a job's nodes, in any order.  A collective
-sees this as the share of what its members send that leaves a switch: of all siblings together, as they share the links
-that lead out of it, and at the switch where it is largest.  One over that share is how many members a switch of a
-regular network would have to hold for the same traffic, a whole number there and any number here.
+A scheduler allocates free nodes, so a job may have different numbers of nodes below each switch, in any order.  For a
+collective what matters is the share of its members' traffic that leaves a switch, over all siblings together, as they
+share the uplinks, and at the switch where it is largest.  The inverse of that share is the number of members below each
+switch of a regular network with the same traffic; here it need not be a whole number.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Pattern = Literal["ring", "all_to_all", "chain"]
 
 
 class RankGroup(NamedTuple):
-    """Groups of `size` ranks, `stride` apart; after each `run` of them the next begins `step` further on."""
+    """Groups of `size` ranks, `stride` apart, in runs of `run` ranks that begin `step` ranks apart."""
 
     pattern: Pattern
     stride: int
@@ -34,13 +34,12 @@ class RankGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Seats:
-    """Switch of one tier above every node of a job, nodes in the order of their ranks.
+    """Switch of one tier above every node of a job, with nodes in rank order.
 
-    `load` weighs what leaves a switch: 1, or where all switches have equal links, such as sites, its share of the nodes
-    of the fullest.  `job_share` is the part of the nodes below a switch that the job has: of the others' traffic
-    as large a share is taken to leave the switch as of the job's on average [judged].  Where nodes fill the switches
-    evenly and in order, which `is_even` says, whole numbers of members tell it all; `group_members` holds the effective
-    ones of the groups that were asked for elsewhere.
+    `load` weights the traffic out of a switch: 1, or for switches with equal uplinks, such as sites, its nodes relative
+    to the fullest one.  `job_share` is the job's share of the nodes below a switch; the same share of the other jobs'
+    traffic is assumed to leave the switch as of this job's on average [judged].  If nodes fill the switches evenly and
+    in order (`is_even`), whole numbers of members are exact; `group_members` caches the effective numbers otherwise.
     """
 
     switch: Ints  # shape (nodes), numbered from 0
@@ -51,7 +50,7 @@ class Seats:
     group_members: dict[RankGroup, float] = field(default_factory=dict)
 
     def members(self, group: RankGroup) -> float:
-        """Effective number of members of `group` below one switch; all of them where none talks beyond it."""
+        """Effective number of members of `group` below one switch; all if none communicates beyond it."""
         if group not in self.group_members:
             leaving = leaving_share(self, self.switch[None], group).max()
             self.group_members[group] = effective_members(group, float(leaving))
@@ -59,10 +58,10 @@ class Seats:
 
 
 def effective_members(group: RankGroup, leaving: float) -> float:
-    """Members below a switch of a regular network where this share of a member's traffic leaves it.
+    """Members below each switch of a regular network in which this share of a member's traffic leaves it.
 
-    Of a ring that leaves a switch no more than half is taken to be below it, as in regular networks: the two parts have
-    as much to tell each other whatever their sizes are.
+    At most half of a ring that leaves a switch is assumed to be below it, as in regular networks: the two parts
+    exchange the same traffic, whatever their sizes.
     """
     if leaving <= 0:
         return float(group.size)
@@ -72,10 +71,10 @@ def effective_members(group: RankGroup, leaving: float) -> float:
 
 
 def leaving_share(seats: Seats, switch: Ints, group: RankGroup) -> Floats:
-    """Share of the traffic below each switch that leaves it, of all siblings of `group` together.
+    """Share of the traffic below each switch that leaves it, over all siblings of `group`.
 
     `switch` has shape (orders, nodes), one row for every order of the nodes; the result (orders, switches).  In a ring
-    or chain a rank sends to the next one, in an all-to-all as much to each.
+    or chain a rank sends to the next one, in an all-to-all equally to all.
     """
     ranks, unit = _ranks(group, switch.shape[1], seats.devices_per_node)
     below = switch[:, ranks // unit]  # shape (orders, siblings, size)
@@ -98,7 +97,7 @@ def leaving_share(seats: Seats, switch: Ints, group: RankGroup) -> Floats:
 
 
 def _ranks(group: RankGroup, num_nodes: int, devices_per_node: int) -> tuple[Ints, int]:
-    """(ranks of siblings (siblings, size), how many make a node); neighbours on the same nodes count once."""
+    """Return (ranks of siblings (siblings, size), ranks per node); neighbours on the same nodes count once."""
     _, stride, size, run, step = group
     same = math.gcd(stride, devices_per_node, step if size > run else 0)
     stride, step, unit = stride // same, step // same, devices_per_node // same
@@ -127,14 +126,14 @@ def spreads(switch: Ints, group: RankGroup, devices_per_node: int) -> Ints:
 
 
 def node_names(cluster: ClusterSpec) -> tuple[str, ...]:
-    """The nodes as the cluster lists them; none where it does not."""
+    """Node names in the cluster's order; empty if it lists none."""
     return tuple(name for group in cluster.nodes for name in group.names)
 
 
 def switches_of_nodes(cluster: ClusterSpec, placement: Sequence[str] | None) -> tuple[Ints, ...]:
-    """Number of every node's switch in each tier of the network, and last of its site.
+    """Return the number of every node's switch in each network tier, and lastly of its site.
 
-    Nodes stand in the order of `placement`, or as listed.  Switches of one name in different pods or sites differ.
+    Nodes are in the order of `placement`, or as listed.  Switches with the same name in different pods or sites differ.
     """
     switches_of = {
         name: tuple((group.site, *group.switches[tier:]) for tier in range(len(cluster.network.tiers) + 1))
@@ -146,14 +145,14 @@ def switches_of_nodes(cluster: ClusterSpec, placement: Sequence[str] | None) -> 
         raise InputError(_misplaced(cluster, order))
     result = []
     for tier in range(len(cluster.network.tiers) + 1):
-        # Numbered as listed, so that another order of the nodes has the same numbers.
+        # Numbered in the listed order, so that numbers do not depend on the order of nodes.
         number = {switch: at for at, switch in enumerate(dict.fromkeys(above[tier] for above in switches_of.values()))}
         result.append(np.array([number[switches_of[name][tier]] for name in order], dtype=np.int64))
     return tuple(result)
 
 
 def by_switch(cluster: ClusterSpec) -> tuple[str, ...]:
-    """The nodes with those below the same switches together: by site, then from the outermost tier inwards."""
+    """Return the nodes grouped by switch: by site, then from the outermost tier inwards."""
     order = np.lexsort(switches_of_nodes(cluster, None))
     names = node_names(cluster)
     return tuple(names[at] for at in order)
@@ -171,7 +170,7 @@ def _misplaced(cluster: ClusterSpec, order: tuple[str, ...]) -> str:
 
 
 def fills_evenly(switch: Ints) -> bool:
-    """Return whether all switches hold as many nodes, each of them in a row."""
+    """Return whether all switches have equal numbers of consecutive nodes."""
     starts = np.flatnonzero(np.diff(switch, prepend=-1))
     lengths = np.diff(np.append(starts, len(switch)))
     return len(np.unique(switch)) == len(starts) and bool((lengths == lengths[0]).all())

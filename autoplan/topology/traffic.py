@@ -1,12 +1,12 @@
-"""Bytes that a collective puts on the links of every level, and the rates of these.
+"""Bytes of a collective on the links of every level, and the rates of the links.
 
-The links of a level lead out of the domains of the level before it, those of the first level out of devices.  Inside
-nodes and racks every level has links of its own, so that they carry what stays in its domains; what leaves for a tier
-of switches has come over the NICs and over all tiers before it.
+The links of a level lead out of the domains of the previous level, those of the first level out of devices.  Inside
+nodes and racks every level has its own links, which carry the traffic that stays in its domains; traffic to a switch
+tier also crosses the NICs and all tiers before it.
 
-Arrays have one element per group in their last axis, and before it one per level where they describe levels.  Bytes
-are those of one direction, per device: of the links that lead out of a domain each of its devices has an equal part.
-All sibling groups are at work, so that the links of a domain carry that of all its devices.
+Arrays have one element per group in their last axis, preceded by one per level if they describe levels.  Bytes are per
+device and direction: each device has an equal part of the links out of its domain.  All sibling groups communicate at
+once, so the links of a domain carry the traffic of all its devices.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from autoplan.topology.levels import Level, Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spans:
-    """Members of groups by level: shape (levels, groups); a fabric is a level, or the network with all its tiers."""
+    """Members of groups by level, shape (levels, groups); a fabric is one level, or the network with all its tiers."""
 
-    inner: Floats  # members in a domain out of which the links of the level lead
+    inner: Floats  # members in a domain below the links of the level
     outer: Floats  # members in a domain of the level
-    base: Floats  # members in a domain out of which the links of the fabric lead
+    base: Floats  # members in a domain below the links of the fabric
     reach: Floats  # members in a domain of the fabric
 
     @classmethod
@@ -47,25 +47,25 @@ class Spans:
 
     @property
     def hops(self) -> Floats:
-        """Hops of a ring over each level of a fabric but the closing one; NCCL's rings follow ranks, not switches."""
+        """Hops of a ring over each level of a fabric, without the last; NCCL's rings follow ranks, not switches."""
         return self.reach / self.inner - self.reach / self.outer
 
 
 def hierarchical_bytes(spans: Spans, buffer_bytes: Floats, volume: float) -> Floats:
-    """Bytes of a collective that goes through one fabric after another, each with what is left of the buffer.
+    """Bytes of a collective that uses one fabric after another, each with the remaining part of the buffer.
 
-    `volume` is 1 for a reduce-scatter or an all-gather, 2 for an all-reduce; members at the same place of their nodes
-    form the rings of the network, whose every hop carries the same (`modelling` D4).
+    `volume` is 1 for a reduce-scatter or an all-gather, 2 for an all-reduce; members with the same index in their nodes
+    form the rings of the network, with equal traffic on every hop (`modelling` D4).
     """
     ring = volume * buffer_bytes * (1 - 1 / (spans.reach / spans.base)) / spans.base
     return np.where(spans.is_crossed, ring * (spans.base / spans.inner), 0.0)
 
 
 def ring_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats, volume: float) -> Floats:
-    """Bytes of rings through all members of a node, which enter it over one NIC and leave it over another.
+    """Bytes of rings through all members of a node that enter it over one NIC and leave it over another.
 
-    Each of n members sends 1 - 1 / n of the buffer on, and a NIC what one of them does (NCCL doc/PERFORMANCE.md).  Only
-    the links of the network count.
+    Each of n members forwards 1 - 1 / n of the buffer, and a NIC carries one member's traffic (NCCL
+    doc/PERFORMANCE.md).  Only network links are counted.
     """
     ring = volume * buffer_bytes * (1 - 1 / spans.reach) / spans.base
     moved = np.zeros_like(ring)
@@ -75,7 +75,7 @@ def ring_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats, volume: f
 
 
 def in_network_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats) -> Floats:
-    """Bytes of an all-reduce whose sums switches form: every node and switch sends its own up, and the sum returns."""
+    """Bytes of an in-network all-reduce: every node and switch sends its sum up, and the total returns."""
     moved = hierarchical_bytes(spans, buffer_bytes, 2.0)
     for at in topology.network:
         moved[at] = np.where(spans.is_crossed[at], buffer_bytes / spans.inner[at], 0.0)
@@ -83,10 +83,10 @@ def in_network_bytes(topology: Topology, spans: Spans, buffer_bytes: Floats) -> 
 
 
 def all_to_all_bytes(spans: Spans, buffer_bytes: Floats, copies: Ints | int = 1) -> Floats:
-    """Bytes of an all-to-all in which every rank holds `buffer_bytes` and keeps 1 / n of them.
+    """Bytes of an all-to-all in which every rank has `buffer_bytes` and keeps 1 / n of them.
 
-    Of a buffer that holds every token `copies` times, for as many random members, another rank, node or rack gets one
-    and spreads it inside.
+    If the buffer contains every token `copies` times, for random members, each other rank, node or rack receives it
+    once and distributes it inside.
     """
     num_ranks = spans.outer[-1]
     all_bytes = buffer_bytes * (spans.reach - spans.inner) / num_ranks
@@ -98,8 +98,7 @@ def all_to_all_bytes(spans: Spans, buffer_bytes: Floats, copies: Ints | int = 1)
 
 
 def chain_bytes(topology: Topology, spans: Spans, message_bytes: Floats) -> Floats:
-    """Bytes of a message from each member to the next one: each has its own links, those out of a switch are shared by
-    the senders alone, as is a NIC.
+    """Bytes of a message from each member to the next; only the senders share a NIC and the links out of a switch.
 
     Of the members in a node the last one sends; those of as many siblings, which share its NIC, do not.
     """
@@ -110,7 +109,7 @@ def chain_bytes(topology: Topology, spans: Spans, message_bytes: Floats) -> Floa
 
 
 def level_rate(level: Level, domains: Floats) -> Floats:
-    """Bytes per second of one device on a level when so many of its parts talk to each other."""
+    """Bytes per second of one device on a level if this many of its domains communicate with each other."""
     if level.mesh_shares:
         return level.bytes_per_s * np.interp(domains, np.arange(2, level.num_devices + 1), level.mesh_shares)
     if level.is_mesh and level.num_devices > 1:
