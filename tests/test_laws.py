@@ -27,6 +27,14 @@ def with_faster_messages(problem: Problem, speedup: float) -> Problem:
     return replace(problem, cluster=replace(cluster, levels=levels, network=network))
 
 
+def with_faster_links(problem: Problem, speedup: float) -> Problem:
+    cluster = problem.cluster
+    levels = tuple(
+        replace(level, bandwidth_bytes_per_s=speedup * level.bandwidth_bytes_per_s) for level in cluster.levels
+    )
+    return replace(problem, cluster=replace(cluster, levels=levels))
+
+
 def never_slower(change: Any, parts: dict[str, Any], **plan: Any) -> None:
     problem = make_problem(**parts)
     batch = PlanBatch.of([ParallelPlan(**plan)], problem.model.num_layers)
@@ -86,6 +94,24 @@ def test_each_half_of_a_backward_pass_hides_its_own_traffic_and_launches(shardin
         schedule="zb-h1",
         sharding=sharding,
         precision="fp16",
+    )
+
+
+def test_gradients_hide_under_the_half_of_a_backward_pass_that_has_no_traffic() -> None:
+    never_slower(
+        with_faster_links,
+        {"model": "deepseek-v2-lite", "cluster": "aws-p4d:8x8", "framework": "primus", "seq_len": 4096},
+        global_batch=256,
+        micro_batch=2,
+        tp=4,
+        sp=True,
+        pp=4,
+        ep=4,
+        dp_replicate=4,
+        schedule="zb-h1",
+        layers_per_chunk=(8, 7, 8, 4),
+        rank_order="tp-cp-ep-pp-dp",
+        router_fusion=True,
     )
 
 

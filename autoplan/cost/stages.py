@@ -87,12 +87,18 @@ class Stages:
         """Passes without the head, whose forward pass comes last and whose backward pass comes first.
 
         The parameter gather ends before the head's forward pass, and the gradient reduction begins after its backward
-        pass.
+        pass.  Of a backward pass that is split, this is the half that computes the weights' gradients.
         """
         head = self.ends.head.plus(self.hidden_launches)
-        return Pass(
-            self.forward_s - self.blocks.at_last(head.forward_s), self.backward_s - self.blocks.at_last(head.backward_s)
-        )
+        forward = self.forward_s - self.blocks.at_last(head.forward_s)
+        backward = self.backward_s - self.blocks.at_last(head.backward_s)
+        if self.taken_apart.any():
+            weight = add_up(
+                count * add_up(self.costs.blocks[block].weight_s.values())[:, None]
+                for block, count in self.blocks.count.items()
+            )
+            backward = np.where(self.taken_apart, weight, backward)
+        return Pass(forward, backward)
 
 
 def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, parameters: EndParameters) -> Ends:

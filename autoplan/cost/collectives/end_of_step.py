@@ -34,7 +34,7 @@ from autoplan.spec.enums import Precision, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.operations import Operation
 from autoplan.spec.optimizers import GATHERED_MOMENTA_SHARE, TRAITS
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
 
 _REDUCTIONS: tuple[Operation, ...] = ("reduce_scatter", "all_reduce")
@@ -177,11 +177,13 @@ def shown_reduce_s(
     last = np.broadcast_to(1.0 / _chunks(batch)[:, None], reduce_s.shape).copy()
     last[:, 0] = first.chunk_share(batch)
     late_s = np.maximum(reduce_s - hidden_s, np.where(overlapped, last, 1.0) * reduce_s)
-    # Later stages finish their backward passes earlier, by the remaining work of the stages before them.
+    # Later stages end their backward passes earlier, by the time that the stages before them still need.  With split
+    # passes they have gradients of weights left to compute until every stage is done.
     backward = backward_s / batch.vp[:, None]
-    slack = np.cumsum(backward, axis=1) - backward
-    in_one = overlapped[:, 0] & (_chunks(batch) == 1)
-    slack[:, 0] = np.where(in_one, framework.overlap.grad_reduce_overlap_share * backward_s[:, 0], 0.0)
+    in_one = overlapped & (_chunks(batch) == 1)[:, None]
+    own = np.where(in_one, framework.overlap.grad_reduce_overlap_share * backward_s, 0.0)
+    slack = np.where(np.isin(batch.schedule, SPLIT_SCHEDULES)[:, None], own, np.cumsum(backward, axis=1) - backward)
+    slack[:, 0] = own[:, 0]
     # The last bucket is ready only when the backward pass is over.
     exposed = np.maximum((late_s - slack).max(axis=1), reduce_s[:, 0] / first.num_blocks)
     contention = contention_share(problem.timings, *_REDUCTIONS)
