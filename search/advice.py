@@ -199,7 +199,7 @@ def _with_others(axis: str, limits: Limits, free: Limits) -> str:
     values = limits.of(axis)
     if len(values) == 1 and values[0] != plain_of(AXIS[axis], free.of(axis)):
         return f"without --fix {axis}={values[0]}"
-    return f"with other {axis} than {' or '.join(map(shown, values))}"
+    return f"with another {axis} than {' or '.join(map(shown, values))}"
 
 
 def _leanest(limits: Limits) -> Limits:

@@ -137,7 +137,7 @@ def find_objectives(names: Iterable[str]) -> tuple[Objective, ...]:
     for name in names:
         key = name.strip().lower().replace("_", "-")
         if key not in OBJECTIVES:
-            raise InputError(f"--objective {name!r} is unknown: {suggestion(key, OBJECTIVES)}")
+            raise InputError(f"--objective {name!r} is unknown; {suggestion(key, OBJECTIVES)}")
         objectives[key] = OBJECTIVES[key]
     return tuple(objectives.values())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +332,13 @@ def test_samples_become_sequences_as_they_were_priced(batching: str) -> None:
 def test_what_it_cannot_be_told_is_named(model: str, plan: dict[str, Any], about: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         yaml_of(plan_file(model, plan, **about))
+
+
+@pytest.mark.parametrize("target", ["automodel", "axolotl", "hf-trainer", "llama-factory"])
+def test_programs_of_causal_models_refuse_a_masked_one(target: str) -> None:
+    model = replace(autoplan.load_model("llama3-8b"), bidirectional=True)
+    framework = "nemo-automodel" if target == "automodel" else "transformers"
+    place = {"cluster": "h100-sxm:1x8", "seq_len": 4096, "global_batch": 16, "framework": framework}
+    file = autoplan.estimate(model, **place, plan={"sharding": "zero3"}).file
+    with pytest.raises(InputError, match="bidirectional attention: its program trains causal models"):
+        exported(file, target, "torchrun")

@@ -155,6 +155,13 @@ def test_pages_say_how_accurate_predictions_are() -> None:
     ):
         runs = tables[title]["all runs"]
         assert f"| {start} | {runs[1]} | {float(runs[median]):.1f} % | {_percent(runs[cover])} |" in summary
+    runs = tables["Blind runs as first predicted"]["all runs"]
+    assert f"On {runs[1]} published runs that were predicted before" in shown
+    assert f"median error of the step time is {float(runs[median]):.1f} %" in shown
+    cells = f"{float(runs[median]):.1f} % | {_percent(runs[cover])} |"
+    assert re.search(
+        rf"\| {runs[1]} runs of \d+ publications, predicted before looking at the result \| {re.escape(cells)}", shown
+    )
 
 
 def _percent(share: str) -> str:

@@ -229,7 +229,12 @@ def test_what_is_not_read_is_refused_in_a_line(options: dict[str, Any], says: st
         (EXPERTS, {"sharding": "zero3", "tp": 2, "etp": 2, "ep": 2}, {}, "ep 2 needs zero3"),
         ("gemma2-9b", {"sharding": "zero3"}, {}, "a second norm"),
         ("gpt3-175b", {"sharding": "zero3", "tp": 8}, {"seq_len": 2048}, "learned positions"),
-        (DENSE, {"sharding": "zero3"}, {"cluster": "mi300x:2x8"}, "devices of amd"),
+        (
+            DENSE,
+            {"sharding": "zero3"},
+            {"cluster": "mi300x:2x8"},
+            "cannot express mi300x: its launch files are for NVIDIA's GPUs",
+        ),
         (DENSE, {"sharding": "zero3"}, {"finetune": "lora:r=8"}, "LoRA of rank 8"),
     ],
     ids=str,

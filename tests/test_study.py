@@ -242,7 +242,7 @@ def test_fixed_values_that_leave_no_room_are_named() -> None:
             "h100-sxm:2x8",
             (),
             ("sharding", "tp", "pp"),
-            "tp above 1 or with pp above 1 or with other sharding than zero1",
+            "tp above 1 or with pp above 1 or with another sharding than zero1",
         ),
         ("h100-sxm:1x8", (), ("recompute", "micro_batch=1"), "or with recomputation"),
         ("h100-sxm:1x8", (), ("sp", "pp", "sharding=zero3"), "or with sp on"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import autoplan
 from autoplan.api.problem import make_problem
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate, stage_costs
@@ -74,6 +75,8 @@ def test_an_encoder_whose_sizes_are_not_in_the_file_is_left_out() -> None:
     model = read_huggingface(table, "part")
     assert model.encoder is None
     assert model.left_out == "vision_config"
+    priced = autoplan.estimate(model, cluster="h100-sxm:1x8", global_batch=8, seq_len=4096, plan={"sharding": "zero3"})
+    assert priced.warnings[0] == "part is priced without the vision_config in its config.json"
 
 
 def test_a_class_of_the_text_model_alone_has_no_encoder(qwen: ModelSpec) -> None:

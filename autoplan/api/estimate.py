@@ -16,6 +16,7 @@ from autoplan.api.problem import (
     check_tp_overlap,
     load_cluster,
     make_problem,
+    unpriced_parts,
 )
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import decode
@@ -108,10 +109,11 @@ def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs
     file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings=timings, command=command)
     if with_knobs:
         file = replace(file, memory_knobs=memory_knobs(problem, plan, rules))
-    if file.best.verdict == "fits":
-        return PlanResult(file=file, problem=problem)
-    verdict = "does not fit" if file.best.verdict == "oom" else "may not fit"
-    return PlanResult(file=file, problem=problem, warnings=(f"the plan {verdict} in device memory",))
+    warnings = unpriced_parts(problem.model)
+    if file.best.verdict != "fits":
+        verdict = "does not fit" if file.best.verdict == "oom" else "may not fit"
+        warnings = (*warnings, f"the plan {verdict} in device memory")
+    return PlanResult(file=file, problem=problem, warnings=warnings)
 
 
 def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> ParallelPlan:

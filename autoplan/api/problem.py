@@ -231,7 +231,7 @@ def _with_encoded(model: ModelSpec, options: ProblemOptions) -> ModelSpec:
     if images is None and tokens is None:
         return model
     if encoder is None or model.cross_attention:
-        raise InputError(f"--images and --image-tokens need a model with images, {model.name} has none: leave out")
+        raise InputError(f"--images and --image-tokens need a model with images, {model.name} has none: leave them out")
     if tokens is not None:
         check_count("--image-tokens", tokens, at_most=10**7)
         patches = max(round(encoder.patches * tokens / encoder.image_tokens), 1)
@@ -369,3 +369,8 @@ def space_of(problem: Problem, flags: SpaceFlags) -> Space:
         allow=flags.allowed,
         to=flags.to,
     )
+
+
+def unpriced_parts(model: ModelSpec) -> tuple[str, ...]:
+    """Return the warning about parts of a model's config.json that are not priced; empty if all of it is."""
+    return (f"{model.name} is priced without the {model.left_out} in its config.json",) if model.left_out else ()

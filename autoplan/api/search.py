@@ -21,6 +21,7 @@ from autoplan.api.problem import (
     priced_target,
     space_flags,
     space_of,
+    unpriced_parts,
 )
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError
@@ -268,9 +269,7 @@ class _Sharing:
 def _result(file: PlanFile, problem: Problem) -> PlanResult:
     if file.space and file.space.to:
         job_of(file, file.space.to)  # which says what it cannot express of the model
-    plan, warnings = file.best.plan, []
-    if problem.model.left_out:
-        warnings.append(f"{problem.model.name} is planned without the {problem.model.left_out} in its config.json")
+    plan, warnings = file.best.plan, [*unpriced_parts(problem.model)]
     encoder = problem.model.encoder
     if problem.model.cross_attention and encoder and not encoder.patches:
         warnings.append(

@@ -49,7 +49,7 @@ def parse_words(text: str, flag: str, known_words: Iterable[str]) -> tuple[str, 
     """Return the distinct words in 'a,b', all of which must be known."""
     words = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
     if unknown := [word for word in words if word not in known_words]:
-        raise InputError(f"{flag} {unknown[0]!r} is unknown: known are {', '.join(known_words)}")
+        raise InputError(f"{flag} {unknown[0]!r} is unknown; known are {', '.join(known_words)}")
     return words
 
 

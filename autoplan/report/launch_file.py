@@ -74,7 +74,8 @@ def model_line(model: ModelSpec) -> str:
             f"{model.moe.num_experts} experts of {model.moe.expert_ffn_size}, {model.moe.experts_per_token} a token"
         )
     if model.num_mtp_layers:
-        parts.append(f"{model.num_mtp_layers} layers of multi-token prediction")
+        plural = "" if model.num_mtp_layers == 1 else "s"
+        parts.append(f"{model.num_mtp_layers} layer{plural} of multi-token prediction")
     return ", ".join((*parts, f"vocabulary of {model.vocab_size:,}"))
 
 

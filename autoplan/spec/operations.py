@@ -105,7 +105,7 @@ def check_shape(operation: str, shape: tuple[int, ...]) -> None:
     """Refuse an operation or a shape that `SHAPES` does not know."""
     names = SHAPES.get(operation)  # type: ignore[call-overload]
     if names is None:
-        raise InputError(f"operation {operation!r} is unknown: known are {', '.join(SHAPES)}")
+        raise InputError(f"operation {operation!r} is unknown; known are {', '.join(SHAPES)}")
     if len(shape) == len(names) and min(shape) > 0 and max(shape) < 2**63:
         return  # at once, as there may be hundreds of thousands
     # A window of 0 is none.

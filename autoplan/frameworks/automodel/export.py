@@ -301,6 +301,8 @@ def _check(plan_file: PlanFile) -> None:
     check_limits(LIMITS, model, training, plan_file.best.plan, "NeMo AutoModel cannot express")
     refusals = (
         (training.attention != "flash", f"attention {training.attention!r}: plan with flash"),
+        (model.cross_attention, "cross attention: its program trains models of one stack"),
+        (model.bidirectional, "bidirectional attention: its program trains causal models"),
         (model.encoder is not None, "an image encoder: give only its text model"),
         (training.fused_norm is False, "fused_norm = false: the norms are Transformer Engine's, leave it out"),
         (

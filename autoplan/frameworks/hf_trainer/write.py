@@ -178,6 +178,7 @@ def check_expressible(
             f"attention {training.attention!r}: plan with flash",
         ),
         (model.cross_attention, "cross attention: its program trains models of one stack"),
+        (model.bidirectional, "bidirectional attention: its program trains causal models"),
         (model.encoder is not None, "an image encoder: give only its text model"),
         (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
         (

@@ -202,8 +202,14 @@ def _check(plan_file: PlanFile) -> None:
         (training.attention not in ("flash", "unfused"), f"attention {training.attention!r}: plan with flash"),
         (training.fused_norm is False, "norms that are not fused"),
         (training.preference is not None, f"{training.preference}"),
-        (training.lengths is not None and training.batching != "packed", f"batching {training.batching}: use packed"),
-        (plan_file.cluster.device.vendor != "nvidia", f"devices of {plan_file.cluster.device.vendor}"),
+        (
+            training.lengths is not None and training.batching != "packed",
+            f"batching {training.batching}: plan with --batching packed",
+        ),
+        (
+            plan_file.cluster.device.vendor != "nvidia",
+            f"{plan_file.cluster.device.name}: its launch files are for NVIDIA's GPUs; export to another target",
+        ),
     )
     if refusal := refused(refusals):
         raise InputError(f"{title} cannot express {refusal}")

@@ -119,7 +119,7 @@ def _check_model(model: ModelSpec, name: str) -> None:
         ),
     )
     if refusal := refused(refusals):
-        raise InputError(f"{name}'s pretraining of GPT models cannot express {refusal} of model {model.name!r}")
+        raise InputError(f"{name}'s GPT models cannot express {refusal} of model {model.name!r}")
 
 
 def _check_training(plan_file: PlanFile, name: str) -> None:

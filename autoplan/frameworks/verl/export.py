@@ -150,7 +150,7 @@ def _check(plan_file: PlanFile) -> None:
         (model.attention_sinks, f"attention sinks of model {model.name!r}"),
         (
             training.lengths is not None and training.batching != "unpadded",
-            f"batching {training.batching}: plan with unpadded",
+            f"batching {training.batching}: plan with --batching unpadded",
         ),
         (training.document_len is not None, "documents packed into a sequence: plan with --lengths"),
     )
