@@ -26,11 +26,11 @@ __all__ = [
 
 
 def open_store(url: str | None = None, *, writable: bool = True, creates: bool = True) -> Store:
-    """The timing database at `url`: the path of a SQLite file, sqlite:///..., or postgresql://user@host/name.
+    """Open the timing database at `url`: the path of a SQLite file, sqlite:///..., or postgresql://user@host/name.
 
     None means the environment variable AUTOPLAN_DB, or a file in the user's data folder.  A writable database is
-    migrated where needed and, if `creates`, made where there is none; one that is not writable is never changed, so
-    that a role that may only read suffices.
-    What cannot be reached, read or understood is refused by one line that never shows a password.
+    migrated if needed and, with `creates`, created if it is missing; otherwise it is never changed, so that a read-only
+    role is enough.
+    Raises an error in one line, without passwords, if the database cannot be reached, read or understood.
     """
     return Store(open_database(url, writable=writable, creates=creates))

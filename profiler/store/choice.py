@@ -18,15 +18,15 @@ from autoplan.spec.operations import SHAPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """Choice of records or runs; None: all."""
+    """Filter for records or runs; None means all."""
 
     device: str | None = None
-    operation: str | None = None  # of records
-    trust: Collection[str] | None = None  # those whose measurements count
+    operation: str | None = None  # only for records
+    trust: Collection[str] | None = None  # authors whose measurements count
     host: str | None = None
     status: str | None = None
-    since: str | None = None  # a day or moment, as ISO 8601 writes it in UTC
-    until: str | None = None  # the same: what was measured before it
+    since: str | None = None  # a day or time in UTC, in ISO 8601 format
+    until: str | None = None  # the same: only measurements before it
     review: str | None = None
 
     def __post_init__(self) -> None:
@@ -54,7 +54,7 @@ class Choice:
         if self.since is not None:
             conditions.append(columns.measured_at >= _beginning(self.since))
         if self.until is not None:
-            # Nobody wrote when what is blank was measured.
+            # Blank means an unknown time of measurement.
             conditions += [columns.measured_at < _beginning(self.until), columns.measured_at != ""]
         if self.review is not None:
             conditions.append(is_reviewed(cast(Review, self.review), kind))
@@ -66,7 +66,7 @@ def _whole_moment(text: str) -> str:
 
 
 def _beginning(text: str) -> str:
-    """Return the text that all times of a minute or second begin with, since texts are compared."""
+    """Return the common prefix of all times in a minute or second, because times are compared as text."""
     return datetime.fromisoformat(_whole_moment(text)).replace(tzinfo=None).isoformat().removesuffix(":00")
 
 

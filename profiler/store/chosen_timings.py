@@ -1,4 +1,4 @@
-"""Choice of the timings that serve a search: one of each operation, shape and type, of the nearest machine."""
+"""Selection of the timings for a search: one per operation, shape and type, from the most similar machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from autoplan.spec.operations import COLLECTIVES, Operation, check_shape
 
 _TIMED = ("operation", "shape", "dtype", "seconds", "key", "fingerprint_id", "mode", "status")
 _CHOSEN_BY = (*_TIMED, "kernel", "conditions", "host", "work_hash")
-HOSTS_APART = 1.10  # of two hosts' times of one shape, worth a word: devices of one kind differ by 5 % (`modelling` C1)
-_PREFERRED_MODES = ("sustained", "burst", "imported")  # of one shape on equally near machines
-MOST_COMPARED = 5  # of the newest measurements of one shape, of which the middle one counts
+HOSTS_APART = 1.10  # reported ratio of two hosts' times of one shape; equal devices differ by 5 % (`modelling` C1)
+_PREFERRED_MODES = ("sustained", "burst", "imported")  # for one shape on equally similar machines
+MOST_COMPARED = 5  # newest measurements of one shape, whose median counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostsApart:
-    """Two hosts on which the same shape takes times that differ by more than devices of one kind do."""
+    """Two hosts whose times of the same shape differ by more than those of equal devices."""
 
     what: str
     fast: str
@@ -46,7 +46,7 @@ class HostsApart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChosenTimings:
-    """Timings that serve a search, and what was met in choosing them."""
+    """Timings for a search, with observations made during their selection."""
 
     measurements: Measurements
     hosts_apart: tuple[HostsApart, ...] = ()
@@ -56,13 +56,13 @@ class ChosenTimings:
 def choose_timings(
     connection: Connection, device: str, levels: Mapping[int, Match], operations: Collection[Operation] | None
 ) -> ChosenTimings:
-    """Choose among the records of machines with a device, whose likeness to the one searched for `levels` tells.
+    """Select from the records of machines with a device; `levels` rate their similarity to the target machine.
 
-    The nearest machine wins, then the steadier way of measuring.  Of the last `MOST_COMPARED` that were made so the
-    middle one counts, as machines have good and bad minutes; of what was imported the newest, then the fastest.  Only
-    settled ones count that nothing ran beside, unless most of the last were slow or restless without other load: then
-    the machine is like that, and all of them count.  Hidden ones do not.  What never settled is served by a disturbed
-    one, if that may stand in (`profiler.selection`).
+    The most similar machine wins, then the steadier mode of measurement.  Of its last `MOST_COMPARED` measurements the
+    median counts, as machines have good and bad minutes; of imported ones the newest, then the fastest.  Only settled
+    measurements without concurrent work count, unless most of the last ones were slow or unstable without other load:
+    then this is the normal state of the machine, and all of them count.  Hidden ones never count.  If nothing settled,
+    a disturbed record is used if it may be (`profiler.selection`).
     """
     rows: list[Any] = []
     unread: set[str] = set()
@@ -104,11 +104,11 @@ def _read(rows: Iterable[Any], levels: Mapping[int, Match], unread: set[str]) ->
 
 
 def _middle_ones(rows: Iterable[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
-    """Choose the median of each shape and type, whose rows come best first, of those measured as the first was.
+    """Select the median of each shape and type, among rows (best first) measured like the first one.
 
-    Of the settled ones, unless more of them were slow or restless.  Collectives with settings by hand come after
-    those without.  Each host gives its median, and these the middle one, of two the slower, for which a step over
-    both waits.  What is damaged becomes `unread`, hosts that differ are noted in `apart`.
+    Only settled rows count, unless more of them were slow or unstable.  Collectives with the user's own settings come
+    last.  Each host contributes its median; of these the median counts, of two the slower one, because a step over both
+    waits for it.  Damaged rows are added to `unread`, hosts that differ to `apart`.
     """
     alike: dict[int, list[Any]] = defaultdict(list)
     for row in rows:
@@ -137,10 +137,10 @@ def _middle_ones(rows: Iterable[Any], unread: set[str], apart: list[HostsApart])
 
 
 def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[ColumnElement[bool]]) -> Select[Any]:
-    """Return (id, place, repeats) of the records of machines that may serve: place 1 is the first choice of its work.
+    """Return (id, place, repeats) of the records of suitable machines: place 1 is the first choice for its work.
 
-    `usable` are conditions on records, whatever their status.
-    What a machine of `nearer` measured is left out before anything is sorted: of a million records most lose so.
+    `usable` are conditions on records, independent of their status.
+    Work measured by a machine of `nearer` is excluded before sorting, which removes most of a million records.
     """
     settled = and_(records.c.status == "ok", *usable)
     measured = select(records.c.work_hash).where(
@@ -169,7 +169,7 @@ def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[
 
 
 def beside_products(connection: Connection, levels: Mapping[int, Match]) -> list[BesideProducts]:
-    """Return the collectives that were measured beside products on the nearest machines that have some."""
+    """Return the collectives measured together with GEMMs on the most similar machines that have any."""
     for level in sorted(set(levels.values())):
         query = select(records).where(
             records.c.fingerprint_id.in_([number for number, level_of in levels.items() if level_of == level]),
@@ -185,7 +185,7 @@ def beside_products(connection: Connection, levels: Mapping[int, Match]) -> list
 
 
 def _beside(row: Any) -> BesideProducts | None:
-    """Return the overlap that a row measured; None of older ones, which lack the time of the products."""
+    """Return the overlap measured in a row; None for older rows without the time of the GEMMs."""
     try:
         return BesideProducts(
             operation=row.operation,
@@ -199,7 +199,7 @@ def _beside(row: Any) -> BesideProducts | None:
 
 
 def _settings(row: Any) -> tuple[tuple[str, str], ...]:
-    """Return the settings by hand of the library of collectives when a row was measured."""
+    """Return the user's settings of the collective library when a row was measured."""
     if "NCCL_" not in row.conditions:
         return ()
     return tuple(
@@ -208,13 +208,13 @@ def _settings(row: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _middle(rows: Iterable[Any]) -> Any:
-    """Return the median row by seconds; of two the faster."""
+    """Return the median row by seconds; of two, the faster one."""
     ordered = sorted(rows, key=lambda row: row.seconds)
     return ordered[(len(ordered) - 1) // 2]
 
 
 def _stand_ins(connection: Connection, levels: Mapping[int, Match], usable: Sequence[ColumnElement[bool]]) -> list[Any]:
-    """Rows of disturbed records that stand in where no machine of `levels` has a clean one."""
+    """Return rows of disturbed records for work without a clean record on any machine of `levels`."""
     served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *usable)
     query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
         records.c.fingerprint_id.in_(levels),

@@ -24,7 +24,7 @@ VARIABLE = "AUTOPLAN_DB"
 BUSY_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10
 ON_BEGIN = "on_begin"  # execution option: how SQLite begins a transaction
-# Of PostgreSQL, for a step of a query: long lists of records to leave out are looked up as a hash, not scanned.
+# PostgreSQL memory per query step, so that long lists of excluded records are hashed, not scanned.
 WORK_MEMORY = "64MB"
 
 
@@ -34,12 +34,12 @@ class Database:
 
     name: str
     engine: Engine = field(repr=False)
-    secrets: tuple[str, ...] = field(repr=False)  # never to be shown
-    schema: int = 0  # that it has: this program's, or one next to it
+    secrets: tuple[str, ...] = field(repr=False)  # must never be shown
+    schema: int = 0  # this program's version, or one version older or newer
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """A transaction that sees one state of the database and changes nothing."""
+        """A read-only transaction on a consistent state of the database."""
         with self.telling(), self.engine.connect() as connection:
             yield connection
 
@@ -47,19 +47,19 @@ class Database:
     def writing(self) -> Iterator[Connection]:
         """A transaction that is committed at the end of the block, or not at all."""
         with self.telling(), self.engine.connect() as connection:
-            # SQLite: a transaction that reads first could not wait for its turn to write.
+            # SQLite: a transaction that starts with reading could not wait for its turn to write.
             connection.execution_options(**{ON_BEGIN: "BEGIN IMMEDIATE"})
             yield connection
             connection.commit()
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """Errors of the database in one line without secrets."""
+        """Convert database errors to one line without secrets."""
         try:
             yield
         except SQLAlchemyError as error:
             raise StoreError(self._explained(error)) from None
-        except UnicodeDecodeError as error:  # the driver tells of damage in the words of the file
+        except UnicodeDecodeError as error:  # the driver's message quotes a damaged file
             raise StoreError(f"{self.name} {DAMAGED} ({error.reason})") from None
 
     def _explained(self, error: SQLAlchemyError) -> str:
@@ -73,7 +73,7 @@ class Database:
         return f"{self.name}: {reason}"
 
 
-# What a driver says, and what it means for the user.  What was committed before is whole in every case.
+# Messages of drivers and their meaning for the user.  Earlier commits are intact in every case.
 _RESUME = "run the command again: earlier writes are kept and nothing is duplicated"
 _ADVICE = (
     ("disk is full", f"the disk is full; free some space and {_RESUME}"),
@@ -93,7 +93,7 @@ _ADVICE = (
 
 
 def open_database(url: str | None, *, writable: bool, creates: bool) -> Database:
-    """The database that `url` names (see `open_store`), at this program's schema or one next to it."""
+    """Open the database at `url` (see `open_store`), with this program's schema or one version older or newer."""
     text = url or os.environ.get(VARIABLE) or str(default_path())
     if "://" in text or redact_url(text) != text:
         database = _server_or_file(text, writable=writable, creates=creates)
@@ -115,7 +115,7 @@ def open_database(url: str | None, *, writable: bool, creates: bool) -> Database
 
 
 def default_path() -> Path:
-    """Path of the user's own timings."""
+    """Return the path of the user's own timings."""
     from platformdirs import user_data_path
 
     return user_data_path("autoplan", appauthor=False) / "timings.db"
@@ -169,7 +169,7 @@ def _sqlite(path: Path, *, writable: bool, creates: bool) -> Database:
     place = f"file:{quote(str(path.absolute()))}"
 
     def connect(options: str) -> sqlite3.Connection:
-        # Transactions are begun by `_begin`, not by the driver, which would begin them late.
+        # `_begin` starts transactions, not the driver, which would start them late.
         return sqlite3.connect(
             f"{place}?{options}", uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
@@ -183,8 +183,8 @@ def _sqlite(path: Path, *, writable: bool, creates: bool) -> Database:
             connection.execute("PRAGMA schema_version")
             return connection
         except sqlite3.OperationalError:
-            # Even a reader writes beside a file in WAL mode.  Where it may not, and no writer has left its log there,
-            # the file is read as one that nobody changes.
+            # In WAL mode even a reader writes files next to the database.  If it may not, and no writer left its log
+            # there, the file is opened as immutable.
             if Path(f"{path}-wal").exists():
                 raise
             return connect("mode=ro&immutable=1")
@@ -203,12 +203,12 @@ def _use_memory(connection: Connection) -> None:
 
 
 def _use_wal(connection: sqlite3.Connection) -> None:
-    """Let others read while one writes; the switch does not wait for locks, so that waiting is done here."""
+    """Allow reading during a write; switching to WAL does not wait for locks, so this function waits."""
     waited_until = time.monotonic() + BUSY_TIMEOUT_S
     while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         try:
             connection.execute("PRAGMA journal_mode = wal")
-            break  # a file system without shared memory keeps its journal: slower, but right
+            break  # a file system without shared memory keeps the rollback journal: slower, but correct
         except sqlite3.OperationalError as error:
             if "locked" not in str(error) or time.monotonic() > waited_until:
                 raise

@@ -1,4 +1,4 @@
-"""Exchange of timings without a server: a jsonl.gz file of a line on its origin, then records and runs."""
+"""Exchange of timings without a server: a jsonl.gz file with a header line, then records and runs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from autoplan.profiler.store.marks import BY_CHECK, Mark
 from autoplan.spec.operations import SHAPES
 
 FORMAT, VERSION = "autoplan-timings", 3
-# Versions of files without marks, and of records only, which older programs read.
+# Versions of files without marks, and with records only, which older programs can read.
 WITHOUT_MARKS, WITHOUT_RUNS = 2, 1
 Measured = TypeVar("Measured", Record, RunRecord)
-# Bounds on what comes from outside, unpacked: a line holds the most samples that a record may have.
+# Bounds on external data, decompressed: a line has room for the maximum number of samples in a record.
 MOST_LINE_BYTES = 2**20
 MOST_BYTES = 2**33
 MOST_RECORDS = 10_000_000
@@ -38,14 +38,14 @@ MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True, slots=True)
 class _RunLine:
-    """A line that holds a run: it begins otherwise than that of a record."""
+    """A line with a run, which has another prefix than a record."""
 
     run: RunRecord
 
 
 @dataclass(frozen=True, slots=True)
 class _MarkLine:
-    """A line that hides a record or run, or takes it back into use."""
+    """A line that hides a record or run, or reverts this."""
 
     mark: Mark
 
@@ -55,12 +55,12 @@ _RUN_LINE, _MARK_LINE = b'{"run":', b'{"mark":'
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """Field that any version of a record has."""
+    """Field of a record in any version."""
 
     operation: str
 
 
-_OPERATION = re.compile(r"[a-z][a-z0-9_]{0,39}")  # how the name of an operation is written
+_OPERATION = re.compile(r"[a-z][a-z0-9_]{0,39}")  # format of operation names
 
 
 def write_exchange(
@@ -72,9 +72,9 @@ def write_exchange(
     anonymous: bool = False,
     force: bool = False,
 ) -> int:
-    """Write records, runs and marks to a file, whole or not at all; how many records and runs.
+    """Write records, runs and marks to a file, completely or not at all; return the number of records and runs.
 
-    `anonymous` leaves hosts and users out.
+    `anonymous` removes hosts and users.
     """
     header = {
         "format": FORMAT,
@@ -84,7 +84,7 @@ def write_exchange(
         "exported_at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
     num_records = 0
-    # No name and time in the frame: the same records make the same bytes except for the header's moment.
+    # Without name and time in the gzip header, the same records give the same bytes, except for the header line's time.
     with replacing(path, force=force) as target, gzip.GzipFile(filename="", mode="wb", fileobj=target, mtime=0) as out:
         out.write(json.dumps(header).encode() + b"\n")
         for record in records:
@@ -98,7 +98,7 @@ def write_exchange(
 
 
 def is_exchange(path: Path) -> bool:
-    """Tell whether a file is packed, as every export is."""
+    """Return whether a file is gzip-compressed, like every export."""
     try:
         with path.open("rb") as stream:
             return stream.read(len(MAGIC)) == MAGIC
@@ -107,10 +107,10 @@ def is_exchange(path: Path) -> bool:
 
 
 def read_exchange(path: Path, unknown: Counter[str] | None = None) -> Iterator[Record | RunRecord | Mark]:
-    """The records, runs and marks of a file, one by one; read it to its end before any is kept: damage shows late.
+    """Yield the records, runs and marks of a file; read it to the end before storing any, since damage shows late.
 
-    Operations that a later version measures, and kinds of lines that the next one writes, are passed over and counted
-    in `unknown` by their names.
+    Operations of later versions, and kinds of lines written by the next version, are skipped and counted by name in
+    `unknown`.
     """
     lines = _lines(path)
     _check_header(path, next(lines, b""))
@@ -135,7 +135,7 @@ def read_exchange(path: Path, unknown: Counter[str] | None = None) -> Iterator[R
 
 
 def _unknown_operation(line: bytes) -> str:
-    """The operation of a record, where this version does not know it; else blank."""
+    """Return the operation of a record if this version does not know it, otherwise blank."""
     try:
         operation = msgspec.json.decode(line, type=_Named).operation
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -144,7 +144,7 @@ def _unknown_operation(line: bytes) -> str:
 
 
 def _unknown_kind(line: bytes) -> str:
-    """Return what a line of a kind that this version does not know holds, by its one key; else blank."""
+    """Return the kind of a line, its single key, if this version does not know it, otherwise blank."""
     try:
         (name,) = msgspec.json.decode(line, type=dict[str, dict[str, Any]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ValueError):
@@ -154,12 +154,12 @@ def _unknown_kind(line: bytes) -> str:
 
 
 def _nameless(mark: Mark) -> Mark:
-    """Return a mark without who made it, unless the check did, and without why, in which people name each other."""
+    """Return a mark without its author (unless the automatic check) and reason, which may contain names."""
     return mark if mark.by == BY_CHECK else replace(mark, by="", reason="")
 
 
 def _anonymous(record: Measured) -> Measured:
-    """The record or run without host and user, where its free text names them as well."""
+    """Return the record or run without host and user, also in its free text."""
     names = [name for name in (record.host, record.measured_by) if name]
 
     def without(text: str) -> str:
@@ -171,7 +171,7 @@ def _anonymous(record: Measured) -> Measured:
     bare = replace(bare, conditions={key: without(value) for key, value in bare.conditions.items()})
     if isinstance(bare, Record):
         return bare
-    return replace(bare, plan=replace(bare.plan, placement=None))  # which names hosts
+    return replace(bare, plan=replace(bare.plan, placement=None))  # contains host names
 
 
 def _lines(path: Path) -> Iterator[bytes]:
@@ -202,7 +202,7 @@ def _check_header(path: Path, line: bytes) -> None:
         header = msgspec.json.decode(line, type=dict[str, Any])
     if header.get("format") != FORMAT:
         raise InputError(f"{path}: no export of autoplan: its first line does not say so")
-    # What the next version writes besides is passed over line by line.
+    # Additional content of the next version is skipped line by line.
     for name, newest, newest_read in (("version", VERSION, VERSION + 1), ("protocol", PROTOCOL, PROTOCOL)):
         if not isinstance(header.get(name), int) or header[name] > newest_read:
             raise InputError(

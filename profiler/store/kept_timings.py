@@ -23,21 +23,21 @@ from autoplan.profiler.store.schema import marks, records
 from autoplan.spec.measurement import Match, MeasuredTimes, Measurements
 from autoplan.spec.operations import Operation
 
-MOST_READ = 5_000  # records among which a choice takes a tenth of a second
-MOST_FILES = 20  # the newest stay
+MOST_READ = 5_000  # records from which a selection takes a tenth of a second
+MOST_FILES = 20  # the newest are kept
 _COLUMNS = tuple(column.name for column in fields(MeasuredTimes))
 
 
 def serving_timings(
     connection: Connection, target: Fingerprint, levels: Mapping[int, Match], operations: Collection[Operation] | None
 ) -> ChosenTimings:
-    """Return the choice of `choose_timings`, among many records from the cache as long as no record or mark is new."""
+    """Return the result of `choose_timings`, for many records from the cache unless there are new records or marks."""
     of_machines = records.c.fingerprint_id.in_(levels)
     num_records, newest = connection.execute(select(func.count(), func.max(records.c.id)).where(of_machines)).one()
     if num_records <= MOST_READ:
         return choose_timings(connection, target.device, levels, operations)
-    # Nothing in a database is changed or deleted: as many records and marks are the same ones.  Read before the choice,
-    # so that what comes in meanwhile is missing at the next look.
+    # A database is append-only, so equal numbers of records and marks mean equal content.  They are read before the
+    # selection, so that additions in the meantime invalidate the cache next time.
     key = connection.execute(select(records.c.key).where(records.c.id == newest)).scalar()
     num_marks = connection.execute(select(func.count()).select_from(marks)).scalar()
     state = json.dumps([__version__, sorted(levels.items()), num_records, newest, key, num_marks])
@@ -46,7 +46,7 @@ def serving_timings(
     chosen = _kept(path, state, target.device)
     if chosen is None:
         chosen = choose_timings(connection, target.device, levels, operations)
-        with suppress(OSError, InputError):  # a cache that cannot be written costs time alone
+        with suppress(OSError, InputError):  # an unwritable cache only costs time
             _keep(path, state, chosen)
     return chosen
 
@@ -58,7 +58,7 @@ def _folder() -> Path:
 
 
 def _kept(path: Path, state: str, device: str) -> ChosenTimings | None:
-    """Return the choice that the file holds; None where it is missing, damaged or of another state."""
+    """Return the selection in the file; None if it is missing, damaged or for another state."""
     try:
         with path.open("rb") as stream, np.load(stream, allow_pickle=False) as arrays:
             if str(arrays["state"]) != state:
@@ -75,7 +75,7 @@ def _kept(path: Path, state: str, device: str) -> ChosenTimings | None:
 
 
 def _keep(path: Path, state: str, chosen: ChosenTimings) -> None:
-    """Write a choice that this version understands whole, and remove the files that were used longest ago."""
+    """Write a selection that this version fully understands, and remove the least recently used files."""
     if chosen.unread:
         return
     arrays = {

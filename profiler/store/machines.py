@@ -17,7 +17,7 @@ from autoplan.spec.measurement import Match
 
 
 class Machines(dict[int, Fingerprint]):
-    """Machines by the number that rows have of them, in the database of a name."""
+    """Machines by their row numbers, in the database `name`."""
 
     def __init__(self, machines: dict[int, Fingerprint], name: str) -> None:
         super().__init__(machines)
@@ -28,7 +28,7 @@ class Machines(dict[int, Fingerprint]):
 
 
 def read_machines(connection: Connection, name: str, device: str | None = None) -> Machines:
-    """Return the machines in the database of a name, or those with a device."""
+    """Return the machines in the database `name`, optionally only those with a device."""
     query = select(fingerprints.c.id, fingerprints.c.content)
     if device is not None:
         query = query.where(fingerprints.c.device == device)
@@ -42,7 +42,7 @@ def read_machines(connection: Connection, name: str, device: str | None = None) 
 def numbers_of(
     connection: Connection, machines: Collection[Fingerprint], known: Mapping[Fingerprint, int]
 ) -> dict[Fingerprint, int]:
-    """Return the numbers of machines, some of which are known, and add those that are new."""
+    """Return the row numbers of machines, and add machines that are not in `known`."""
     new = {_hash(machine): machine for machine in machines if machine not in known}
     numbers = {machine: known[machine] for machine in machines if machine in known}
     if new:
@@ -62,11 +62,11 @@ def _hash(fingerprint: Fingerprint) -> str:
 
 
 def match(measured: Fingerprint, target: Fingerprint) -> Match | None:
-    """Rate how well measurements of the machine `measured` serve `target`; None where the device differs.
+    """Rate the similarity of the machine `measured` to `target`; None for different devices.
 
-    Blank is unknown, and what is unknown on either side is no match beyond the device.  Drivers and hosts do not count:
-    an update must not orphan what was measured before it.  A power cap or highest clock that differs does, where both
-    are known: it makes another machine of the same device.
+    Blank means unknown, and an unknown property on either side only matches by device.  Drivers and hosts do not count,
+    so that an update does not invalidate older measurements.  Different power caps or maximum clocks do count if both
+    are known: they make a different machine of the same device.
     """
     if measured.device != target.device:
         return None
@@ -81,5 +81,5 @@ def match(measured: Fingerprint, target: Fingerprint) -> Match | None:
 
 
 def _major(runtime: str) -> str:
-    """Return 'cuda 13' of 'cuda 13.0'."""
+    """Return 'cuda 13' for 'cuda 13.0'."""
     return runtime.partition(".")[0]

@@ -15,14 +15,14 @@ from autoplan.profiler.record import check_text, is_moment
 from autoplan.profiler.store.schema import insert_new, marks, records, run_marks, runs
 
 BY_CHECK = "check"
-# Proposed: in use, and no person has said a word; approved: by a person; hidden: by a person, or by the check alone.
+# Proposed: in use without a review by a person; approved: by a person; hidden: by a person, or only by the check.
 Review = Literal["proposed", "approved", "hidden"]
 REVIEWS: tuple[Review, ...] = get_args(Review)
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A table whose rows can be hidden, and that of its marks."""
+    """A table whose rows can be hidden, and the table of its marks."""
 
     rows: Table
     marks: Table
@@ -33,7 +33,7 @@ OPERATIONS, RUNS = Marked(records, marks), Marked(runs, run_marks)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mark:
-    """Decision to hide a record of an operation or a run, or to approve it: by whom, why and when."""
+    """Decision to hide or approve a record or run, with author, reason and time."""
 
     key: str
     by: str
@@ -49,19 +49,19 @@ class Mark:
 
 
 def hidden_ids(kind: Marked = OPERATIONS) -> Select[Any]:
-    """Ids of the hidden rows: the newest mark of a person counts, the check's only where there is none."""
+    """Select the ids of hidden rows: the newest mark of a person counts, or else the automatic check's."""
     hidden_at, used_at = _mark_times(kind)
     return _marked_ids(kind).having(hidden_at >= func.coalesce(used_at, ""))
 
 
 def approved_ids(kind: Marked = OPERATIONS) -> Select[Any]:
-    """Ids of the rows whose newest mark of a person approves them."""
+    """Select the ids of rows approved by the newest mark of a person."""
     hidden_at, used_at = _mark_times(kind)
     return _marked_ids(kind).having(used_at > func.coalesce(hidden_at, ""))
 
 
 def _mark_times(kind: Marked) -> tuple[ColumnElement[str], ColumnElement[str]]:
-    """Return when a row was last hidden, and last approved."""
+    """Return the times when a row was last hidden, and last approved."""
     hides = kind.marks.c.hides
     hidden_at, used_at = (func.max(case((is_so, _mark_time(kind)))) for is_so in (hides, ~hides))
     return hidden_at, used_at
@@ -85,7 +85,7 @@ def is_hidden(kind: Marked = OPERATIONS) -> ColumnElement[bool]:
 
 
 def marks_of(connection: Connection, kind: Marked, row_id: int, key: str) -> list[Mark]:
-    """Marks of a row, the newest first."""
+    """Return the marks of a row, the newest first."""
     table = kind.marks
     query = select(table).where(table.c.record_id == row_id).order_by(_mark_time(kind).desc(), table.c.hides.desc())
     return [
@@ -99,7 +99,7 @@ def add_marks(connection: Connection, kind: Marked, new: Sequence[Mark]) -> int:
     if keys := {mark.key for mark in new}:
         query = select(kind.rows.c.key, kind.rows.c.id).where(kind.rows.c.key.in_(keys))
         ids = {row.key: row.id for row in connection.execute(query)}
-    # In order of their rows, so that two writers never wait for each other.
+    # In the order of rows, so that two writers never deadlock.
     rows = [
         {"record_id": ids[mark.key], "hides": mark.hides, "by": mark.by, "reason": mark.reason, "at": mark.at}
         for mark in sorted(new, key=lambda mark: (ids.get(mark.key, 0), mark.at))
@@ -118,7 +118,7 @@ def change(connection: Connection, kind: Marked, keys: Collection[str], *, hides
 
 
 def quarantine(connection: Connection, reasons: dict[str, str]) -> set[str]:
-    """Hide records without a mark, each for the reason of its key; return the keys of those that are hidden then."""
+    """Hide records without a mark, with the reason of each key; return the keys of all hidden ones."""
     if not reasons:
         return set()
     has_reason = records.c.key.in_(reasons)
@@ -129,10 +129,10 @@ def quarantine(connection: Connection, reasons: dict[str, str]) -> set[str]:
 
 
 def now() -> str:
-    """Return the time in UTC, fine enough to tell two marks of one second apart."""
+    """Return the time in UTC, fine enough to distinguish two marks in the same second."""
     return datetime.now(UTC).isoformat(timespec="microseconds")
 
 
 def _mark_time(kind: Marked) -> ColumnElement[str]:
-    """Time from which a mark counts: the check's from the beginning, so that it never undoes what a person decided."""
+    """Return the time from which a mark counts: for the check the beginning, so that it never overrides a person."""
     return case((kind.marks.c.by == BY_CHECK, ""), else_=kind.marks.c.at)

@@ -1,6 +1,6 @@
-"""Queries over all records at once: what is held of which machine, and how hosts and days compare.
+"""Queries over all records: contents by machine, and comparison of hosts and days.
 
-Rows of a damaged file, or that another program wrote, may hold anything: what cannot be read is blank or left out.
+Rows of a damaged file, or written by another program, may contain anything: unreadable values are blank or left out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoplan.profiler.store.schema import records, runs
 from autoplan.spec.team_overview import ComparedTimes, FoundSlow, MachineRecords, OperationRecords, TeamOverview
 
 MOST_COMPARED = 10_000  # records whose times are compared, in less than a second
-HASH_LIMIT = 2**63  # hashes of shapes are evenly spread from its negative to it
+HASH_LIMIT = 2**63  # hashes of shapes are uniform between +- this limit
 
 _DAY = func.substr(records.c.measured_at, 1, 10)
 
@@ -39,7 +39,7 @@ class Cell:
     """Mean of the settled times of one shape on one host and day."""
 
     machine: int
-    work: tuple[object, ...]  # shape, kernel and way of measuring
+    work: tuple[object, ...]  # shape, kernel and mode of measurement
     what: str  # the shape, in words
     operation: str
     host: str
@@ -48,14 +48,14 @@ class Cell:
 
 
 def compared_share(num_records: int) -> float:
-    """Return the share of all shapes that are compared: some `MOST_COMPARED` of their records."""
+    """Return the share of all shapes to compare, which has about `MOST_COMPARED` records."""
     return min(MOST_COMPARED / max(num_records, 1), 1.0)
 
 
 def cells(connection: Connection, share: float = 1.0) -> list[Cell]:
-    """Return the means of what was measured alone, settled and is not hidden: imported times have no host.
+    """Return the means of settled times without concurrent work that are not hidden; imported times have no host.
 
-    They are of a share of all shapes, the same ones on every machine: those whose hash is low.
+    They cover a share of all shapes, the same on every machine: those with low hashes.
     """
     of = records.c
     chosen = [of.work_hash < round((2 * share - 1) * HASH_LIMIT)] if share < 1 else []
@@ -63,7 +63,7 @@ def cells(connection: Connection, share: float = 1.0) -> list[Cell]:
     query = (
         select(*work, of.host, _DAY.label("day"), func.avg(of.seconds).label("seconds"))
         .where(of.status == "ok", of.is_alone, of.mode != "imported", ~is_hidden(), *chosen)
-        .where(of.seconds > 0, of.seconds < LONGEST_S)  # text, which SQLite would count as 0, is above all numbers
+        .where(of.seconds > 0, of.seconds < LONGEST_S)  # SQLite orders text, which would count as 0, above all numbers
         .group_by(*work, of.host, _DAY)
     )
     return [
@@ -81,7 +81,7 @@ def cells(connection: Connection, share: float = 1.0) -> list[Cell]:
 
 
 def team_overview(connection: Connection, machines: Mapping[int, Fingerprint], name: str, day: str) -> TeamOverview:
-    """Return what the database of a name holds of which machine, and how hosts and days compare, as of a day."""
+    """Return the contents of the database `name` by machine, and the comparison of hosts and days, as of a day."""
     share = compared_share(connection.execute(select(func.count()).select_from(records)).scalar_one())
     means = cells(connection, share)
     machine_rows, slow_rows = machine_records(connection, machines, means), found_slow(connection, machines)
@@ -101,7 +101,7 @@ def machine_records(
 ) -> list[MachineRecords]:
     """Return counts and days of the records of each machine, those with most records first."""
     of = records.c
-    # All that it reads is in the index, which is a fraction of the rows.
+    # Reads only the index, which is a fraction of the rows.
     query = (
         select(
             of.fingerprint_id,
@@ -133,7 +133,7 @@ def machine_records(
                 **values,
             )
         )
-    # Both at once, as the rows are read for them; host first, or SQLite reads them in the order of an index by machine.
+    # Both in one query over the rows; host first, or SQLite would use the order of an index by machine.
     people = connection.execute(select(of.host, of.measured_by, of.fingerprint_id).distinct()).all()
     hosts = _by_machine((row.fingerprint_id, row.host) for row in people)
     authors = _by_machine((row.fingerprint_id, row.measured_by) for row in people)
@@ -153,7 +153,7 @@ def machine_records(
 
 
 def _marked(connection: Connection, ids: Select[Any]) -> Counter[tuple[int, str]]:
-    """Return how many records of each machine and operation are among `ids`."""
+    """Return the number of records in `ids` by machine and operation."""
     of = records.c
     query = select(of.fingerprint_id, of.operation, func.count()).where(of.id.in_(ids))
     rows = connection.execute(query.group_by(of.fingerprint_id, of.operation))
@@ -183,9 +183,9 @@ def _spreads(measured: Iterable[Cell]) -> dict[tuple[int, str], float]:
 def compared(
     measured: Iterable[Cell], machines: Mapping[int, Fingerprint], by: Literal["host", "day"]
 ) -> list[ComparedTimes]:
-    """Return how the times of each host, or day, stand to the median of the others that measured the same shapes.
+    """Return the times of each host, or day, relative to the median of the others that measured the same shapes.
 
-    Machines of one device are compared whatever their drivers: a new one is what days shall show.
+    Machines with the same device are compared across drivers, so that days show the effect of a new one.
     """
     by_shape: dict[tuple[Any, ...], dict[str, list[Cell]]] = defaultdict(lambda: defaultdict(list))
     for cell in measured:
@@ -213,7 +213,7 @@ def compared(
 
 
 def found_slow(connection: Connection, machines: Mapping[int, Fingerprint]) -> list[FoundSlow]:
-    """Return parts that the last check of health found slow, the newest first."""
+    """Return the parts that the last health check found slow, the newest first."""
     of = records.c
     query = select(of.fingerprint_id, of.host, of.conditions, of.status, of.reason, _DAY.label("day")).where(
         of.conditions.contains('"checked"'), ~is_hidden(OPERATIONS)
@@ -223,7 +223,7 @@ def found_slow(connection: Connection, machines: Mapping[int, Fingerprint]) -> l
         try:
             conditions = json.loads(row.conditions)
             index, part = _text(conditions["device"]), _text(conditions["checked"])
-        except (ValueError, TypeError, KeyError):  # damaged, or no record of a check
+        except (ValueError, TypeError, KeyError):  # damaged, or not a record of a check
             continue
         last[row.host, index, part] = (row, index)
     return [

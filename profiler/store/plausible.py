@@ -19,16 +19,16 @@ from autoplan.readers.device import load_device
 from autoplan.spec.operations import COLLECTIVES, PRODUCTS, RATE_TYPES
 from autoplan.topology.cluster import DeviceSpec
 
-MOST_OVER_PEAK = 1.1  # devices may boost a little above the clock of their datasheet
-MOST_SPREAD = 0.5  # interquartile range of settled samples over their median
-LEAST_S = 1e-7  # below the launch of any kernel
-# Of what its units and memory allow, that a long product reaches on a sound device: the slowest libraries reach a
-# third, half of the power costs a fifth.  Below it other units did the work, or the device was not free.
+MOST_OVER_PEAK = 1.1  # devices may boost slightly above their datasheet clock
+MOST_SPREAD = 0.5  # maximum interquartile range of settled samples over their median
+LEAST_S = 1e-7  # shorter than the launch of any kernel
+# Minimum share of the datasheet rate (compute and memory) for a long GEMM on a healthy device: the slowest libraries
+# reach a third, and half the power costs a fifth.  Below it, other units did the work, or the device was not free.
 LEAST_SHARE = 0.1
-LONG_S = 1.5e-4  # by the datasheet: launches and half-filled tiles hardly count
+LONG_S = 1.5e-4  # datasheet time above which launches and half-filled tiles hardly matter
 
-# Each device must send or take in at least its whole buffer (a network that reduces halves the traffic of a ring), or
-# all of it but its own part.
+# Each device must send or receive at least its whole buffer (in-network reduction halves the traffic of a ring), or all
+# of it except its own part.
 _SEND_ALL = ("all_reduce", "broadcast", "send_recv")
 
 
@@ -48,7 +48,7 @@ def implausible(record: Record) -> str:
 
 
 def sample_spread(samples_s: tuple[float, ...]) -> float:
-    """Interquartile range over the median."""
+    """Return the interquartile range over the median."""
     if len(samples_s) < 5:
         return 0.0
     low, middle, high = statistics.quantiles(samples_s, n=4)
@@ -75,7 +75,7 @@ def _too_fast(record: Record) -> str:
 
 
 def _too_slow(record: Record) -> str:
-    """Say why a product is too slow; what is marked as disturbed may be, and types without a rate of their own."""
+    """Describe why a GEMM is too slow; disturbed records and types without a datasheet rate are exempt."""
     device = _device(record.fingerprint.device)
     if device is None or device.vendor == "cpu" or record.operation not in PRODUCTS or record.status != "ok":
         return ""
@@ -99,7 +99,7 @@ _WIDTHS = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5
 
 
 def _peak_flops_per_s(device: DeviceSpec, dtype: str) -> float:
-    """The datasheet's rate of a type; fp32 may run as tf32, and a type without a rate may be one of four bits."""
+    """Return the datasheet rate of a type; fp32 may run as tf32, and a type without a rate may have four bits."""
     peaks = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
     of_four_bits = 4 * max(peaks.get("bf16", 0.0), peaks.get("fp16", 0.0))
     if dtype == "fp32":
@@ -112,7 +112,7 @@ _device = lru_cache(maxsize=64)(load_device)
 
 @lru_cache(maxsize=64)
 def _fastest_link_bytes_per_s(device: str) -> float:
-    """Rate of the fastest link of all shipped clusters with that device, in one direction; 0 where there is none."""
+    """Return the rate of the fastest link in shipped clusters with that device, per direction; 0 without one."""
     clusters = [load_cluster(name) for name in preset_clusters()]
     rates = [
         level.bandwidth_bytes_per_s for cluster in clusters if cluster.device.name == device for level in cluster.levels
@@ -122,7 +122,7 @@ def _fastest_link_bytes_per_s(device: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A record that cannot be right, and why."""
+    """An implausible record, with the reason."""
 
     key: str
     what: str
@@ -132,7 +132,7 @@ class Finding:
 def findings_in(
     row: Row[Any], machine: Fingerprint, read: Callable[[Row[Any], Fingerprint], Record | RunRecord], what: str
 ) -> Iterator[Finding]:
-    """Yield what is wrong with a row: it cannot be read, is not what its key says, or is implausible."""
+    """Yield the problems of a row: it is unreadable, does not match its key, or is implausible."""
     try:
         entry = read(row, machine)
     except InputError as error:
@@ -145,7 +145,7 @@ def findings_in(
 
 
 def finding_of(key: str, record: Record) -> Finding | None:
-    """Return why a record is implausible; None where it is not."""
+    """Return the finding for an implausible record, otherwise None."""
     reason = implausible(record)
     words = f"{record.operation} {'x'.join(map(str, record.shape))} {record.dtype}"
     return Finding(key=key, what=words, reason=reason) if reason else None

@@ -1,4 +1,4 @@
-"""Rows of the timing database as records and runs, and the other way round."""
+"""Conversion between rows of the timing database and records or runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.profiler.record import NOT_CONTENT, Fingerprint, Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store.marks import now
 
-BESIDE = " beside "  # in the kernel of what was measured while something else ran on purpose
+BESIDE = " beside "  # in the kernel name of a measurement with intentional concurrent work
 
 
 def record_row(key: str, record: Record, fingerprint_id: int) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def record_row(key: str, record: Record, fingerprint_id: int) -> dict[str, Any]:
 
 
 def record_of(row: Row[Any], fingerprint: Fingerprint) -> Record:
-    """Return the record of a row and its machine; an InputError tells that this version does not understand it."""
+    """Return the record for a row and its machine; raises InputError if this version does not understand it."""
     try:
         return Record(
             fingerprint=fingerprint,
@@ -82,7 +82,7 @@ def run_row(key: str, run: RunRecord, fingerprint_id: int) -> dict[str, Any]:
 
 
 def run_of(row: Row[Any], fingerprint: Fingerprint) -> RunRecord:
-    """Return the run of a row and its machine; an InputError tells that this version does not understand it."""
+    """Return the run for a row and its machine; raises InputError if this version does not understand it."""
     try:
         content = json.loads(row.content) | {name: getattr(row, name) for name in NOT_CONTENT}
         return msgspec.convert(content | {"fingerprint": msgspec.to_builtins(fingerprint)}, RunRecord)
@@ -91,10 +91,10 @@ def run_of(row: Row[Any], fingerprint: Fingerprint) -> RunRecord:
 
 
 def _work_hash(work: str) -> int:
-    """Hash to 64 bits, signed as the database's integers are; of a million shapes two meet with a chance of 3e-8."""
+    """Return a signed 64-bit hash, like the database's integers; a million shapes collide with probability 3e-8."""
     return int.from_bytes(hashlib.sha256(work.encode()).digest()[:8], signed=True)
 
 
 def shape_of(text: str) -> tuple[int, ...]:
-    """Return the numbers of 4096x4096x64."""
+    """Return the numbers in text such as 4096x4096x64."""
     return tuple(map(int, text.split("x")))

@@ -1,4 +1,4 @@
-"""Schema of the timing database: its tables, how rows come in, and how an older one is migrated."""
+"""Schema of the timing database: tables, insertion of rows, and migration of older versions."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from autoplan.base.errors import NoStoreError, StoreError, StoreWarning
 
 DAMAGED = "is damaged: move it away and restore a copy, or pull or profile again"
 SCHEMA = 4  # the newest revision in `migrations/versions`
-# The first whose next one only adds tables, and columns that may be left out: from it on a program works with a
-# database that is one version older or newer.
+# The first version after which versions only add tables and optional columns, so that a program works with a database
+# that is one version older or newer.
 FIRST_TOLERANT = 3
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION_TABLE = "autoplan_schema"  # not Alembic's own name: Optuna's studies may share the database
@@ -48,7 +48,7 @@ fingerprints: Table = Table(
     Column("id", _ID, primary_key=True),
     Column("hash", String(64), nullable=False, unique=True),
     Column("device", Text, nullable=False, index=True),
-    Column("content", Text, nullable=False),  # the whole of it, as JSON
+    Column("content", Text, nullable=False),  # complete content, as JSON
 )
 
 records: Table = Table(
@@ -60,16 +60,16 @@ records: Table = Table(
     Column("operation", Text, nullable=False),
     Column("shape", Text, nullable=False),  # 4096x4096x4096
     Column("dtype", Text, nullable=False),
-    Column("work_hash", BigInteger, nullable=False),  # of operation, shape and dtype: sorts faster than they do
+    Column("work_hash", BigInteger, nullable=False),  # hash of operation, shape and dtype, which is faster to sort
     *(Column(name, Text, nullable=False) for name in ("kernel", "mode", "status", "reason")),
-    Column("is_alone", Boolean, nullable=False),  # nothing ran beside it on purpose
+    Column("is_alone", Boolean, nullable=False),  # no intentional concurrent work
     Column("seconds", Double),  # median of the samples
     Column("samples", LargeBinary, nullable=False),  # seconds, float64, little-endian
     Column("conditions", Text, nullable=False),  # JSON
     Column("source", Text, nullable=False),
     Column("protocol", Integer, nullable=False),
     *(Column(name, Text, nullable=False) for name in ("measured_by", "host", "measured_at", "added_at")),
-    # All that the choice of a search's timings reads, so that it never touches the rows that lose.
+    # Covers all columns read by the selection of timings, so that it only touches the selected rows.
     Index(
         "records_by_work",
         *("fingerprint_id", "operation", "dtype", "status", "is_alone", "work_hash", "mode", "measured_at", "seconds"),
@@ -77,8 +77,8 @@ records: Table = Table(
     ),
 )
 
-# Measured training runs.  `content` is the whole run as JSON, except for its machine and the fields with a column of
-# their own after it; the columns before it are those by which runs are selected.
+# Measured training runs.  `content` is the run as JSON, without its machine and the fields in the columns after it; the
+# columns before it are used to select runs.
 runs: Table = Table(
     "runs",
     metadata,
@@ -93,7 +93,7 @@ runs: Table = Table(
 
 
 def _marks(name: str, of: str) -> Table:
-    """Table of the marks that hide or approve rows of the table `of`, made by a person or by the check of new rows."""
+    """Return the table of marks that hide or approve rows of the table `of`, by a person or the automatic check."""
     return Table(
         name,
         metadata,
@@ -110,14 +110,14 @@ run_marks: Table = _marks("run_marks", "runs")  # from schema 4 on
 
 
 def insert_new(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> int:
-    """Add the rows that are missing; return how many."""
+    """Add the rows that are missing; return their number."""
     insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
     new = insert(table).on_conflict_do_nothing().returning(next(iter(table.primary_key)))  # drivers count otherwise
     return len(connection.execute(new, rows).all())
 
 
 def held_schema(connection: Connection, name: str) -> int:
-    """The schema of the database of that name; 0 where there is none."""
+    """Return the schema version of the database `name`; 0 if it has none."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return 0
     row = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).first()
@@ -127,7 +127,7 @@ def held_schema(connection: Connection, name: str) -> int:
 
 
 def check_schema(schema: int, name: str) -> None:
-    """Refuse a database that is more than one version newer or older than this program, and warn of a newer one."""
+    """Raise an error for a database more than one version newer or older than this program; warn of a newer one."""
     if schema > SCHEMA + 1:
         raise StoreError(f"{name} has schema {schema}, this autoplan knows {SCHEMA}: update autoplan")
     if schema > SCHEMA:
@@ -142,7 +142,7 @@ def check_schema(schema: int, name: str) -> None:
 
 
 def may_migrate(connection: Connection) -> bool:
-    """Tell whether this role owns the tables of the database, as it must to change them."""
+    """Return whether this role owns the tables of the database, as required for changing them."""
     if connection.dialect.name != "postgresql":
         return True
     query = "SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = to_regclass(:table)"
@@ -150,7 +150,7 @@ def may_migrate(connection: Connection) -> bool:
 
 
 def migrate(connection: Connection, name: str) -> None:
-    """Bring the database to this program's schema, inside the transaction of `connection`; one process at a time."""
+    """Migrate the database to this program's schema, in the transaction of `connection`; one process at a time."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(text(f"pg_advisory_xact_lock({_MIGRATION_LOCK})")))
     if (schema := held_schema(connection, name)) < SCHEMA:

@@ -1,4 +1,4 @@
-"""Store of a team's timings: added once, read everywhere, never overwritten and never deleted."""
+"""Append-only store of a team's timings: added once, read everywhere, never overwritten or deleted."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from autoplan.spec.team_overview import TeamOverview
 
 T = TypeVar("T")
 
-BATCH = 1_000  # records of one transaction: a killed writer loses at most these, and nobody waits long for another
+BATCH = 1_000  # records per transaction: limits the loss of a killed writer, and the wait of others
 LEAST_PREFIX = 6
-MOST_AT_ONCE = 100  # keys that one query looks for
-RUNS_HIDDEN_FROM = 4  # the schema that keeps marks of runs
-MOST_FAILURES = 2  # after which an operation is taken not to run on a machine: one may be a passing fault
+MOST_AT_ONCE = 100  # keys per query
+RUNS_HIDDEN_FROM = 4  # the first schema with marks of runs
+MOST_FAILURES = 2  # failures after which an operation counts as impossible on a machine; one may be transient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class Added:
     """Outcome of adding records.  Quarantined ones, new or known, stay in the store, hidden."""
 
     new: int = 0
-    present: int = 0  # before
-    marks: int = 0  # new ones, that hide records or take them back into use
+    present: int = 0  # already stored
+    marks: int = 0  # new marks, which hide records or revert this
     quarantined: int = 0
-    first: Finding | None = None  # of the quarantined
+    first: Finding | None = None  # first finding of the quarantined records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +71,17 @@ class Holding:
     fingerprint: Fingerprint
     num_records: int
     num_hidden: int
-    newest: str  # moment of its last measurement
+    newest: str  # time of its last measurement
 
 
 class Store:
-    """A timing database; made by `open_store`, closed by `close` or at the end of a `with` block."""
+    """A timing database; opened by `open_store`, closed by `close` or at the end of a `with` block."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._fingerprint_ids: dict[Fingerprint, int] = {}
         self._unread: set[str] = set()
-        self.hosts_apart: list[HostsApart] = []  # that were met in choosing timings
+        self.hosts_apart: list[HostsApart] = []  # found during the selection of timings
 
     def __enter__(self) -> Store:
         return self
@@ -92,17 +92,17 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         self._database.engine.dispose()
 
     @property
     def name(self) -> str:
-        """Location of the database, as it may be shown."""
+        """Location of the database, safe to show."""
         return self._database.name
 
     @property
     def num_unread(self) -> int:
-        """Records and runs that were passed over as this version does not understand them; `check` says why."""
+        """Number of records and runs skipped because this version does not understand them; `check` says why."""
         return len(self._unread)
 
     @property
@@ -116,12 +116,12 @@ class Store:
         return (OPERATIONS, RUNS) if self.schema >= RUNS_HIDDEN_FROM else (OPERATIONS,)
 
     def add(self, new: Iterable[Record | RunRecord | Mark], *, on_batch: Callable[[int], None] | None = None) -> Added:
-        """Add records, runs and marks that are not held yet; implausible records are hidden at once: their quarantine.
+        """Add new records, runs and marks; implausible records are hidden immediately (quarantined).
 
-        Marks come after what they are of; those of what is not held are passed over.
+        Marks must follow the records that they refer to; marks of unknown records are skipped.
 
-        Every batch is one transaction: after an interrupt the same call adds the rest, and nothing is doubled.
-        `on_batch` hears how many records have been taken in.
+        Every batch is one transaction: after an interrupt the same call adds the rest, without duplicates.
+        `on_batch` receives the number of records processed so far.
         """
         total = Added()
         done = 0
@@ -133,7 +133,7 @@ class Store:
             with self._database.writing() as connection:
                 machines = {record.fingerprint for record in batch if not isinstance(record, Mark)}
                 ids = numbers_of(connection, machines, self._fingerprint_ids)
-                # In order of their keys, so that two writers of the same records never wait for each other.
+                # In the order of keys, so that two writers of the same records never deadlock.
                 rows = [record_row(key, by_key[key], ids[by_key[key].fingerprint]) for key in sorted(by_key)]
                 num_new = insert_new(connection, records, rows) if rows else 0
                 run_rows = [run_row(key, run, ids[run.fingerprint]) for key, run in sorted(runs_by_key.items())]
@@ -155,7 +155,7 @@ class Store:
         return total
 
     def records(self, choice: Choice = ALL, *, include_hidden: bool = False) -> Iterator[Record]:
-        """Records in the order in which they were added."""
+        """Yield records in the order in which they were added."""
         query = self._chosen(OPERATIONS, select(records), choice)
         if not include_hidden:
             query = query.where(~is_hidden())
@@ -164,7 +164,7 @@ class Store:
                 yield record
 
     def runs(self, choice: Choice = ALL, *, include_hidden: bool = False) -> Iterator[RunRecord]:
-        """Training runs in the order in which they were added."""
+        """Yield training runs in the order in which they were added."""
         query = self._chosen(RUNS, select(runs), choice)
         if not include_hidden and RUNS in self._marked:
             query = query.where(~is_hidden(RUNS))
@@ -173,12 +173,12 @@ class Store:
                 yield run
 
     def keys(self, kind: Marked = OPERATIONS, choice: Choice = ALL) -> list[str]:
-        """Return keys of records or runs in the order in which they were added, hidden ones too."""
+        """Return keys of records or runs in the order in which they were added, including hidden ones."""
         query = self._chosen(kind, select(kind.rows.c.id, kind.rows.c.key), choice)
         return [row.key for row in self._rows(query, kind.rows.c.id)]
 
     def _chosen(self, kind: Marked, query: Select[Any], choice: Choice) -> Select[Any]:
-        """Return a query of records or runs narrowed to a choice."""
+        """Return a query of records or runs restricted to a choice."""
         if choice.review is not None:
             self._check_marked(kind)
         if choice.device is not None:
@@ -186,7 +186,7 @@ class Store:
         return query.where(*choice.conditions(kind))
 
     def reviews(self, keys: Collection[str], kind: Marked = OPERATIONS) -> dict[str, Review]:
-        """Return what is known of these keys: whether a person has approved or hidden what has them."""
+        """Return the review of these keys: proposed, approved or hidden."""
         reviews: dict[str, Review] = dict.fromkeys(keys, "proposed")
         for batch in _batches(keys, MOST_AT_ONCE) if kind in self._marked else ():
             with self._database.reading() as connection:
@@ -198,8 +198,8 @@ class Store:
     def measured_keys(self, fingerprint: Fingerprint, num_visits: int = 1) -> set[TaskKey]:
         """Return the keys of tasks that settled so often on this machine, or keep failing.
 
-        What one device does alone is known from any machine that is alike as far as this device goes: a NIC that is
-        down changes nothing of it.  What failed is tried again until it has failed `MOST_FAILURES` times.
+        Single-device work may come from any machine that is equal with respect to this device: a NIC that is down does
+        not matter.  Failed tasks are repeated until they have failed `MOST_FAILURES` times.
         """
         columns = [records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")]
         machines = self._machines(fingerprint.device)
@@ -213,7 +213,7 @@ class Store:
         with self._database.reading() as connection:
             rows: Sequence[Any] = connection.execute(query).all()
         for row in rows:
-            with suppress(ValueError, KeyError):  # damaged, or of a later version: it is measured again
+            with suppress(ValueError, KeyError):  # damaged, or from a later version: it is measured again
                 shape = shape_of(row.shape)
                 if devices_together(row.operation, shape) == 1 or machines[row.fingerprint_id] == fingerprint:
                     counts[row.operation, shape, row.dtype, row.kernel, row.mode][row.status] += row.num
@@ -224,9 +224,9 @@ class Store:
         }
 
     def latest(self, device: str) -> Fingerprint | None:
-        """The machine with that device that was measured last, of what was not imported, failed or hidden.
+        """Return the machine with that device measured last, without imported, failed or hidden records.
 
-        Whenever it came in: what a colleague adds of last year is no news.  Of equal moments the one added last counts.
+        The time of measurement counts, not the time of adding; of equal times, the one added last counts.
         """
         machines = self._machines(device)
         newest, last_in = func.max(records.c.measured_at), func.max(records.c.id)
@@ -247,9 +247,9 @@ class Store:
         return None if number is None else machines[number]
 
     def timings(self, target: Fingerprint, *, operations: Collection[Operation] | None = None) -> Measurements:
-        """Return the measurements that serve a search on `target`: one for each operation, shape and type.
+        """Return the measurements for a search on `target`: one per operation, shape and type.
 
-        How they are chosen tells `choose_timings`; what was met on the way is counted here.
+        They are selected by `choose_timings`, whose observations are counted here.
         """
         with self._database.reading() as connection:
             chosen = serving_timings(connection, target, self._levels(target), operations)
@@ -258,17 +258,17 @@ class Store:
         return chosen.measurements
 
     def beside_products(self, target: Fingerprint) -> list[BesideProducts]:
-        """Return the collectives that were measured beside products on the nearest machines that have some."""
+        """Return the collectives measured together with GEMMs on the most similar machines that have any."""
         with self._database.reading() as connection:
             return beside_products(connection, self._levels(target))
 
     def _levels(self, target: Fingerprint) -> dict[int, Match]:
-        """Return how near the machines are that may serve a search on `target`, by their numbers."""
+        """Return the similarity of suitable machines for a search on `target`, by their row numbers."""
         levels = {number: match(machine, target) for number, machine in self._machines(target.device).items()}
         return {number: level for number, level in levels.items() if level is not None}
 
     def find(self, key: str) -> tuple[Record | RunRecord, Mark | None]:
-        """The record or run whose key begins with `key`, and the mark that hides it."""
+        """Return the record or run whose key begins with `key`, and the mark that hides it."""
         kind, row = self._row_of_key(key)
         machine = self._machines()[row.fingerprint_id]
         newest = next(iter(self.words(key)), None)
@@ -285,7 +285,7 @@ class Store:
             return marks_of(connection, kind, row.id, row.key)
 
     def by_beginnings(self, keys: Collection[str]) -> dict[str, Record]:
-        """Return the records by the beginnings of their keys, hidden ones too; a beginning of no key is left out."""
+        """Return the records by prefixes of their keys, including hidden ones; prefixes of no key are left out."""
         starts = sorted({key for key in keys if len(key) >= LEAST_PREFIX and not set(key) - set("0123456789abcdef")})
         machines, by_beginning = self._machines(), dict[str, Record]()
         with self._database.reading() as connection:
@@ -297,13 +297,13 @@ class Store:
         return by_beginning
 
     def whole_key(self, key: str) -> str:
-        """The key of the one record or run that begins with `key`, which need not be one that can be read."""
+        """Return the key of the only record or run that begins with `key`, even if it is unreadable."""
         kind, row = self._row_of_key(key)
         self._check_marked(kind)
         return str(row.key)
 
     def _check_marked(self, kind: Marked) -> None:
-        """Refuse marks of rows where this database keeps none."""
+        """Raise an error for marks of rows that this database does not support."""
         if kind not in self._marked:
             raise StoreError(
                 f"{self.name} has schema {self.schema}, which hides no runs: its owner can migrate it by writing to it"
@@ -322,7 +322,7 @@ class Store:
         return rows[0]
 
     def change(self, keys: Iterable[str], *, hides: bool, by: str, reason: str) -> int:
-        """Hide or approve what has these whole keys; return how many changed."""
+        """Hide or approve records and runs with these complete keys; return how many changed."""
         num_changed = 0
         for batch in _batches(keys, BATCH):
             with self._database.writing() as connection:
@@ -332,13 +332,13 @@ class Store:
         return num_changed
 
     def marks(self) -> Iterator[Mark]:
-        """Yield the marks in the order in which they came in: those of operations, then those of runs."""
+        """Yield the marks in the order in which they were added: those of operations, then those of runs."""
         for kind in self._marked:
             query = select(kind.marks, kind.rows.c.key).join_from(kind.marks, kind.rows)
             for row in self._rows(query, kind.marks.c.id):
                 try:
                     mark = Mark(key=row.key, by=row.by, reason=row.reason, at=row.at, hides=row.hides)
-                except InputError:  # damaged: what it is of goes on without it
+                except InputError:  # damaged, so the mark is ignored
                     self._unread.add(row.key)
                     continue
                 yield mark
@@ -368,13 +368,13 @@ class Store:
         )
 
     def overview(self, day: str) -> TeamOverview:
-        """Return what is held of which machine, and how hosts and days compare, as of a day."""
+        """Return the contents by machine, and the comparison of hosts and days, as of a day."""
         machines = self._machines()
         with self._database.reading() as connection:
             return team_overview(connection, machines, self.name, day)
 
     def check(self) -> Iterator[Finding]:
-        """Records, of those not hidden, that are implausible, unreadable or not what their key says."""
+        """Yield the visible records that are implausible, unreadable or do not match their key."""
         with self._database.reading() as connection:
             if connection.dialect.name == "sqlite":
                 verdict = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar()
@@ -392,7 +392,7 @@ class Store:
             return read_machines(connection, self.name, device)
 
     def _read(self, read: Callable[[Row[Any], Fingerprint], T], row: Row[Any], machine: Fingerprint) -> T | None:
-        """Decode a row; None, and it counts as unread, where this version does not understand it."""
+        """Decode a row; None if this version does not understand it, which counts as unread."""
         try:
             return read(row, machine)
         except InputError:
@@ -400,7 +400,7 @@ class Store:
             return None
 
     def _rows(self, query: Select[Any], number: ColumnElement[int]) -> Iterator[Row[Any]]:
-        """Rows by ascending `number`, page by page: no transaction stays open while the caller works."""
+        """Yield rows by ascending `number`, page by page, without an open transaction while the caller works."""
         query = query.order_by(number).limit(BATCH)
         last = 0
         while True:
@@ -414,10 +414,10 @@ class Store:
     def _rows_with_machines(
         self, query: Select[Any], number: ColumnElement[int]
     ) -> Iterator[tuple[Row[Any], Fingerprint]]:
-        """Yield `_rows`, each with the machine that it is of."""
+        """Yield `_rows`, each with its machine."""
         machines = self._machines()
         for row in self._rows(query, number):
-            if row.fingerprint_id not in machines:  # another process met a new machine since
+            if row.fingerprint_id not in machines:  # another process has added a machine since
                 machines = self._machines()
             yield row, machines[row.fingerprint_id]
 
