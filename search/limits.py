@@ -234,7 +234,7 @@ def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:
 
 
 def _parts(model: ModelSpec) -> tuple[str, ...]:
-    """Yield the recomputable parts of the model's layers, each alone and the cheap ones together."""
+    """Return the recomputable parts of the model's layers, each alone and the cheap ones together."""
     missing = missing_modules(model) | {"core_attn"}
     parts = [module for module in RecomputeModule if module not in missing]
     cheap = [module for module in ("layernorm", "mla_up_proj", "moe_act") if module in parts]

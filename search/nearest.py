@@ -71,7 +71,7 @@ def nearest(
 
 
 def neighbours(problem: Problem, plan: ParallelPlan, count: int) -> Iterator[ParallelPlan]:
-    """Return the plans with this many axes changed, without changes of the node order."""
+    """Yield the plans with this many axes changed, without changes of the node order."""
     axes = axes_of(problem.model, plan) | {"nodes": None}
     values = _values(problem, plan)
     for names in combinations(values, count):

@@ -77,7 +77,7 @@ def prices(problem: Problem, plans: Sequence[ParallelPlan]) -> list[RankedPlan]:
 
 
 def changes(way: Way) -> tuple[AxisChange, ...]:
-    """Yield every change, with the first plan with only that change."""
+    """Return every change, with the first plan with only that change."""
     model = way.problem.model
     before, after = axes_of(model, way.before), axes_of(model, way.after)
     result = []

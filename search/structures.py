@@ -56,7 +56,7 @@ def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, .
 def pipelines(
     problem: MixedProblem, parts: Sequence[int], most_replicas: int, degrees: Mapping[int, Sequence[int]], cp: int = 1
 ) -> tuple[Pipelines, ...]:
-    """Yield ways to form equal pipelines from nearly all devices of `parts`, with tp `degrees` and one `cp`."""
+    """Return ways to form equal pipelines from nearly all devices of `parts`, with tp `degrees` and one `cp`."""
     size = {part: problem.cluster.parts[part].num_devices for part in parts}
     deepest = min(problem.model.num_layers, MAX_STAGES)
     kinds = []

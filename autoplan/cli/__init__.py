@@ -1,4 +1,4 @@
-"""Command line `autoplan`: every subcommand in a file of its own, loaded when it runs."""
+"""Command line `autoplan`: every subcommand has its own file, loaded when it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoplan.base.urls import redact_arguments
 from autoplan.base.version import __version__
 from autoplan.cli.remarks import shown_warnings
 
-# In the order of the help: each is a function, or an app of its own, of the module with its name.
+# In the order of the help: each is a function, or an app, in the module of the same name.
 COMMANDS = (
     "search",
     "estimate",
@@ -41,8 +41,8 @@ COMMANDS = (
     "doctor",
     "db",
 )
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # of a file that standard output goes to
-WITHOUT_ARGUMENTS = ("discover", "doctor")  # do something where nothing is given
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # errors of a full file system behind standard output
+WITHOUT_ARGUMENTS = ("discover", "doctor")  # useful without arguments
 
 
 def _show_version(value: bool) -> None:
@@ -61,7 +61,7 @@ def _options(
 
 
 def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
-    """The command line with these commands."""
+    """Return the command line with these commands."""
     app = typer.Typer(
         help="Find the fastest parallel configuration for training a large model on a cluster.",
         epilog="Example: autoplan search llama3-70b --cluster h100-sxm:16x8 --global-batch 512 --seq-len 8192",
@@ -80,7 +80,7 @@ def make_app(names: Iterable[str] = COMMANDS) -> typer.Typer:
 
 
 def _one_line(error: AutoplanError) -> str:
-    """The message on one line; of a file's control characters, which a terminal would obey, as what they are."""
+    """Return the message on one line, with control characters escaped so that a terminal does not obey them."""
     text = " ".join(str(error).split())
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
@@ -92,28 +92,29 @@ def _interrupted() -> int:
 
 def main() -> None:
     """Run the command line: a user's error is one line on stderr and exit 1, any other is a bug with its traceback."""
-    # What imports make lives as long as the program: to look for garbage among it takes a twentieth of a start.
+    # Objects created by imports live as long as the program; collecting among them takes a twentieth of the start-up
+    # time.
     gc.set_threshold(100_000, 50, 50)
     try:
         arguments, whole_urls = redact_arguments(sys.argv[1:])
-        # One that is called is all that has to be loaded; whatever else stands first is told of all of them.
+        # Only the called command has to be loaded; anything else as first argument needs all of them.
         called = tuple(name for name in COMMANDS if name in arguments[:1])
         make_app(called or COMMANDS)(arguments, prog_name="autoplan", obj=whole_urls)
     except AutoplanError as error:
         sys.stdout.flush()
         print(f"autoplan: {_one_line(error)}", file=sys.stderr)
         sys.exit(1)
-    except KeyboardInterrupt:  # before the command has begun
+    except KeyboardInterrupt:  # before the command has started
         sys.exit(_interrupted())
     except SystemExit as left:
-        # The parser makes an exit of Ctrl-C; a command that says itself what became of it is not spoken for.
+        # The parser turns Ctrl-C into an exit; commands that report an interrupt themselves are not reported again.
         if isinstance(getattr(left.__context__, "__cause__", None), KeyboardInterrupt):
             _interrupted()
         raise
     except OSError as error:
         if error.filename is not None or error.errno not in NO_ROOM:
             raise
-        # What is left in the buffer would fail once more when the interpreter ends.
+        # Flushing the rest of the buffer would fail again when the interpreter exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         print(f"autoplan: standard output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)

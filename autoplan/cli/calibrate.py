@@ -112,7 +112,7 @@ def calibrate(
 def _hand_over_imported(
     imported: Imported, folder: Path, out: Path | None, *, force: bool, as_json: bool, quiet: bool
 ) -> None:
-    """Say what became of every log, and write the calibration."""
+    """Print the result for every log, and write the calibration."""
     if as_json:
         typer.echo(encode(imported), nl=False)
     else:

@@ -70,7 +70,7 @@ def compare(
 
     check_outputs(svg, force=force)
     run = run_options(context)
-    run.pop("price", None)  # several, by cluster
+    run.pop("price", None)  # several, one per cluster
     with progress_bar(quiet=quiet, doing="searching", unit="sizes") as advance:
         compared = autoplan.compare(
             model,

@@ -1,4 +1,4 @@
-"""Completion of names in the shell, read from the folders of presets and nothing else."""
+"""Shell completion of names, read only from the preset folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PRESETS = Path(__file__).parent.parent / "presets"
 
 
 def words(choices: Iterable[str]) -> Callable[[str], list[str]]:
-    """Completion among a few words; where none begins so, the shell offers files."""
+    """Complete one of a few words; without a match the shell offers files."""
     names = tuple(choices)
 
     def complete(incomplete: str) -> list[str]:
@@ -21,23 +21,23 @@ def words(choices: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def clusters(incomplete: str) -> list[str]:
-    """Completion among the clusters that a flag can name."""
+    """Complete the clusters that a flag accepts."""
     return [*words(["local"])(incomplete), *presets("clusters")(incomplete)]
 
 
 def frameworks(incomplete: str) -> list[str]:
-    """Completion among the frameworks that a flag can name."""
+    """Complete the frameworks that a flag accepts."""
     return words(sorted({name for facts in facts_files() for name in names_of(facts)}))(incomplete)
 
 
 def targets(incomplete: str) -> list[str]:
-    """Completion among the targets that a flag can name, with their versions once a name stands."""
+    """Complete the targets that a flag accepts, and their versions once the name is complete."""
     name = incomplete.partition("@")[0]
     return words(TARGETS[name].spellings if name in TARGETS else TARGETS)(incomplete)
 
 
 def presets(kind: str) -> Callable[[str], list[str]]:
-    """Completion among the presets of a kind: models, clusters or job templates."""
+    """Return a completion of the presets of a kind: models, clusters or job templates."""
 
     def complete(incomplete: str) -> list[str]:
         return words(sorted(path.stem for path in (PRESETS / kind).glob("*.toml")))(incomplete)

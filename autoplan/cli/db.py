@@ -101,7 +101,7 @@ def list_(
     """List records or training runs in the order in which they were added."""
     from autoplan.profiler.store import Choice  # brings SQLAlchemy
 
-    database, max_rows = whole_url(context, url), limit + 1  # one more tells whether there are more
+    database, max_rows = whole_url(context, url), limit + 1  # one more, to know whether there are more
     choice = Choice(**{name: context.params[name] for name in FILTERS})
     hidden = hidden or review == "hidden"
     if not runs:
@@ -297,7 +297,7 @@ def report(
 
 
 def _print_compared(overview: TeamOverview) -> None:
-    """Print slow parts, then the times of hosts and of days over those of others, and what plans lack."""
+    """Print slow parts, then times of hosts and days relative to others, and the times that plans lack."""
     from autoplan.report.page.team import compared_words
 
     for part in overview.slow:
@@ -338,7 +338,7 @@ def _mark(
     runs: RunsOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Hide or approve what was named or chosen on the command line."""
+    """Hide or approve the records named or selected on the command line."""
     from autoplan.profiler.store import Choice  # brings SQLAlchemy
 
     typed, hides = context.params, context.info_name == "hide"
@@ -389,7 +389,7 @@ def _print_added(added: Added, *, json: bool) -> None:
 def _print_listed(
     columns: Mapping[str, Callable[[Row], object]], rows: list[Row], limit: int, *, numbers: Collection[str], json: bool
 ) -> None:
-    """Print as many rows as shall be shown, with a word where there are more."""
+    """Print up to `limit` rows, with a note if there are more."""
     if len(rows) > limit:
         rows = rows[:limit]
         print(f"autoplan: showing the first {limit:,}: raise --limit or add filters", file=sys.stderr)

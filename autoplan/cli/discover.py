@@ -95,7 +95,7 @@ def discover(
 
 
 def _tell(description: Description) -> None:
-    """Print what was found, and from where, in a few lines."""
+    """Print the findings and their sources in a few lines."""
     from autoplan.base.units import format_percent
 
     cluster, remarks = description.cluster, description.remarks

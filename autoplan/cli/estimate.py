@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from autoplan.api.plan_result import PlanResult
     from autoplan.api.results import MixedPlanResult
 
-# Parameters that mean what that of `autoplan.estimate` of that name does.
+# Parameters with the same meaning as in `autoplan.estimate`.
 ESTIMATE_FLAGS = ("model", "launch_file", "variables", "target", "cluster", "global_batch", "seq_len")
 BESIDE_A_PLAN_FILE = {"model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url", "timings"}
 BESIDE_A_LAUNCH_FILE = {

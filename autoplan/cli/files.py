@@ -1,4 +1,4 @@
-"""Files that commands write beside a plan: a trace of one step, an HTML page."""
+"""Further files that commands write for a plan: a trace of one step, an HTML page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def write_trace(result: PlanResult | MixedPlanResult, path: Path, *, force: bool
 
 
 def write_page(result: PlanResult | MixedPlanResult, path: Path, out: Path, *, force: bool, quiet: bool) -> None:
-    """Write the page of a result, whose plan file lies at `path`, into the file `out`."""
+    """Write the page of a result with its plan file at `path` to the file `out`."""
     from autoplan.base.files import write_text
 
     with progress_bar(quiet=quiet, doing="preparing the page", unit="parts") as advance:

@@ -1,4 +1,4 @@
-"""Flags that commands share, put into their signatures: those of a problem, a run, a plan."""
+"""Shared flags of commands, added to their signatures: those of a problem, a run, a plan."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _shared(
     choices: Iterable[str] = (),
     unset: str | None = None,
 ) -> tuple[str, tuple[Any, Any]]:
-    """Return a flag by the name of its parameter; without a default it may be left out, which then means `unset`.
+    """Return a flag with its parameter's name; without a default it is optional, and `unset` describes its absence.
 
-    `choices` completes it.
+    `choices` provides completion.
     """
     completion: dict[str, Any] = {"autocompletion": words(tuple(choices))} if choices else {}
     option = typer.Option(
@@ -40,7 +40,7 @@ def _shared(
 
 
 def _number(name: str, text: str, metavar: str = "N") -> tuple[str, tuple[Any, Any]]:
-    """Return a flag that takes a whole number, and may be left out."""
+    """Return an optional flag with a whole number."""
     return name, (Annotated[int | None, options.whole_number(f"--{name.replace('_', '-')}", metavar, text)], None)
 
 
@@ -50,7 +50,7 @@ _OBJECTIVES = (
     "step-time, tokens-per-device, cost-per-token, energy-per-token, time-to-tokens, devices, tokens or "
     "memory-headroom. Repeat it for the Pareto front of several."
 )
-# By the name of its parameter, a flag and its default.  What is typed is read by `inputs`, not by the command.
+# Flag and default by parameter name.  `inputs` parses the values, not the command.
 SHARED: dict[str, tuple[Any, Any]] = dict(
     (
         _shared(
@@ -165,7 +165,7 @@ RUN = _names[_names.index("objective") :]
 
 
 def shared_flags(names: Iterable[str], *, after: str) -> Callable[[Command], Command]:
-    """Return what gives a command flags of `SHARED` instead of its keyword arguments, behind the parameter `after`."""
+    """Return a decorator that replaces a command's keyword arguments by flags of `SHARED`, after parameter `after`."""
     added = []
     for name in names:
         annotation, default = SHARED[name]
@@ -175,7 +175,7 @@ def shared_flags(names: Iterable[str], *, after: str) -> Callable[[Command], Com
 
 
 def plan_flags(*, after: str) -> Callable[[Command], Command]:
-    """Return what gives a command the flags of a plan, one for each row of the table of axes that has one."""
+    """Return a decorator that adds the flags of a plan, one for each axis with a flag."""
     return _adding([_parameter(axis) for axis in AXES if axis.spelled], after)
 
 

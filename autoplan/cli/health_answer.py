@@ -1,4 +1,4 @@
-"""Printed answer of `autoplan profile --health`: usual rates, and what is slower."""
+"""Output of `autoplan profile --health`: usual rates, and slow parts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from autoplan.report.terminal import print_table
 if TYPE_CHECKING:
     from autoplan.api.outputs import CheckedHealth, CheckedRate, SlowPart
 
-MOST_SLOW = 20  # parts that are named one by one
-OFF_SHARE = 1.5  # from the rate that the cluster file says, worth a word: its links are known to some 15 %
+MOST_SLOW = 20  # parts named individually
+OFF_SHARE = 1.5  # ratio to the cluster file's rate that is reported, as links are known to some 15 %
 
 
 def print_health(console: Console, health: CheckedHealth) -> None:
-    """Print the rates, then what is slow."""
+    """Print the rates, then the slow parts."""
     columns = [("", False), ("number", True), ("usual", True), ("slowest", True)]
     has_described = any(rate.described for rate in health.rates)
     columns += [("cluster file", True), ("reached", True)] if has_described else []
@@ -37,7 +37,7 @@ def print_health(console: Console, health: CheckedHealth) -> None:
 
 
 def warnings_of(health: CheckedHealth) -> list[str]:
-    """Say what is off as a whole, and what the check could not tell."""
+    """Return warnings on rates that are off in general, and on checks that were not possible."""
     texts = [
         f"{rate.what}: usually {100 * rate.usual / rate.described:.0f} % of the rate in the cluster file"
         for rate in health.rates
@@ -55,7 +55,7 @@ def warnings_of(health: CheckedHealth) -> list[str]:
 
 
 def slow_words(slow: SlowPart) -> str:
-    """Say which part is slow, and how much."""
+    """Describe a slow part, and how slow it is."""
     places = [f"device {device} of {host}" for host, device in zip(slow.hosts, slow.devices, strict=True)]
     share = f"{100 * slow.rate_share:.0f} % of the usual rate"
     if slow.part == "pair":

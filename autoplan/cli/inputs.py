@@ -1,4 +1,4 @@
-"""Input of commands: the flags that were typed, database URLs with their passwords, and outputs."""
+"""Input of commands: typed flags, database URLs with passwords, and outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from autoplan.api.problem import ProblemOptions
     from autoplan.api.training_run import RunOptions
 
-# Parameters that mean what that of the API of that name does.
+# Parameters with the same meaning as in the API.
 PROBLEM_FLAGS = (
     *("precision", "attention", "framework", "calibration", "timings", "reserve_memory"),
     *("finetune", "lora_rank", "lora_targets", "quantize", "optimizer", "document_len", "expert_imbalance"),
@@ -28,30 +28,30 @@ RUN_FLAGS = (
 
 
 def whole_url(context: typer.Context, url: str | None) -> str | None:
-    """Return the database URL as it was typed: `main` lets every argument be parsed without the password in it."""
+    """Return the database URL as typed, as `main` removes passwords from arguments before parsing."""
     urls: dict[str, str] = context.obj or {}
     return urls.get(url, url) if url else None
 
 
 def is_typed(context: typer.Context, name: str) -> bool:
-    """Return whether a parameter stands on the command line."""
+    """Return whether a parameter was given on the command line."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
 
 
 def typed_options(context: typer.Context, names: Collection[str]) -> dict[str, Any]:
-    """Return values of the parameters of these names that stand on the command line; others are left to the API."""
+    """Return the values of those parameters given on the command line; others are left to the API."""
     return {name: context.params[name] for name in names if name in context.params and is_typed(context, name)}
 
 
 def problem_options(context: typer.Context) -> ProblemOptions:
-    """Return what was typed of a problem beside model, cluster and sequence length."""
+    """Return the typed options of a problem besides model, cluster and sequence length."""
     typed = typed_options(context, PROBLEM_FLAGS) | {"db": whole_url(context, context.params.get("url"))}
     return cast("ProblemOptions", typed)
 
 
 def run_options(context: typer.Context) -> RunOptions:
-    """Return what was typed of a run to plan for."""
+    """Return the typed options of a run to plan for."""
     typed = typed_options(context, RUN_FLAGS)
     if context.params.get("objective"):
         typed["objectives"] = context.params["objective"]
@@ -65,7 +65,7 @@ def run_options(context: typer.Context) -> RunOptions:
 def check_untyped(
     context: typer.Context, names: Collection[str], why: str, *, or_else: str = ", or give a model instead of the file"
 ) -> None:
-    """Refuse parameters on the command line that a file beside them says: they would be ignored."""
+    """Raise InputError for parameters that a given file already defines, as they would be ignored."""
     parameters = [
         parameter
         for parameter in context.command.params
@@ -80,14 +80,14 @@ def check_untyped(
 
 
 def check_outputs(*paths: Path | None, force: bool) -> None:
-    """Refuse, before any work, outputs that exist or cannot be written."""
+    """Raise InputError, before any work, for outputs that exist or cannot be written."""
     for path in paths:
         if path is not None:
             check_output(path, force=force)
 
 
 def check_output(path: Path, *, force: bool) -> None:
-    """Refuse, before any work, an output that exists or a folder that cannot be written."""
+    """Raise InputError, before any work, for an output that exists or a folder that cannot be written."""
     check_target(path, force=force)
     with refused_writes(path), tempfile.TemporaryFile(dir=path.resolve().parent):
         pass

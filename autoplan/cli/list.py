@@ -1,4 +1,4 @@
-"""Command `autoplan list`: the names of what is shipped."""
+"""Command `autoplan list`: the names of built-in presets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def list(  # named as the command is
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the built-in models, clusters, devices, frameworks or export targets."""
-    from rich.markup import escape  # which help does not need
+    from rich.markup import escape  # not needed for help
 
     listed = api.listing.known(kind)
     if json:

@@ -1,4 +1,4 @@
-"""Printed answer of `autoplan profile --for PLAN`: which measurements could make another plan win."""
+"""Output of `autoplan profile --for PLAN`: measurements that could make another plan win."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.spec.search_result import RankedPlan
 
 
 def print_advice(console: Console, advice: MeasurementAdvice, planned: Sequence[RankedTask]) -> None:
-    """Print what is open, and what each group of measurements is expected to bring."""
+    """Print the open choice, and the expected value of each group of measurements."""
     if advice.rival is None:
         console.print(f"{advice.best.plan.describe()} has no close rival: there is nothing to settle")
         return
@@ -54,7 +54,7 @@ def print_advice(console: Console, advice: MeasurementAdvice, planned: Sequence[
 def print_ranking(
     console: Console, before: MeasurementAdvice, after: MeasurementAdvice, ranking: Sequence[RankedPlan]
 ) -> None:
-    """Print the order after measuring, and how sure it is then."""
+    """Print the order after measuring, and its certainty."""
     best = ranking[0]
     is_same = best.plan == before.best.plan
     console.print(

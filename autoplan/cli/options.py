@@ -1,4 +1,4 @@
-"""Flags that several commands share: their names, help and completion; `inputs` says what they mean."""
+"""Flags shared by several commands: names, help and completion; `inputs` interprets them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from autoplan.frameworks.registry import TARGETS
 def whole_number(
     flag: str, metavar: str, help_: str, *, show_default: bool | str = True
 ) -> Any:  # typer.Option is untyped
-    """Return an option that reads a whole number; anything else is refused in one line that names the flag.
+    """Return an option for a whole number; anything else is a one-line error that names the flag.
 
-    `show_default` says what an option that may be left out means then.
+    `show_default` describes the absence of an optional flag.
 
-    The error is no ValueError: typer would turn that into its own message, of several lines.
+    The error is not a ValueError, which typer would turn into its own message of several lines.
     """
 
     def parse(text: str) -> int:
         try:
-            return parse_count(str(text), flag)  # a default comes as a number
+            return parse_count(str(text), flag)  # a default is a number already
         except InputError as error:
             raise AutoplanError(str(error)) from None
 

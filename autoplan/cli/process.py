@@ -1,4 +1,4 @@
-"""End of a command that starts ranks or programs, by a signal."""
+"""Termination by signal of commands that start ranks or programs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 
 def leave_on_sigterm() -> None:
-    """Let SIGTERM end the program as an exception does: what it started is ended, what it holds is kept."""
+    """Turn SIGTERM into an exception, so that started processes are ended and results are kept."""
     signal.signal(signal.SIGTERM, _leave)
 
 

@@ -170,7 +170,7 @@ def profile(
 
 
 def _check_together(context: typer.Context, *, is_elsewhere: bool) -> None:
-    """Refuse flags that mean nothing without others, or beside them."""
+    """Raise InputError for flags that have no effect without, or together with, others."""
     typed = context.params
     if typed["plan_file"] is not None:
         check_untyped(context, STATED_BY_PLAN, "--for takes the measurements from the plan file")
@@ -197,7 +197,7 @@ def _check_together(context: typer.Context, *, is_elsewhere: bool) -> None:
 
 
 def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> None:
-    """Measure how fast devices and links are, print it, and write the cluster with what is slow where that is asked."""
+    """Measure devices and links, print their rates, and optionally write the cluster with its slow parts."""
     from autoplan.api.health import HealthOptions, check_health
     from autoplan.cli.health_answer import print_health, warnings_of
     from autoplan.cli.process import leave_on_sigterm
@@ -237,11 +237,11 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
 
 
 def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) -> None:
-    """Run the profile as a job, print what it printed, and how sure the order of the plans is with what it stored."""
+    """Run the profile as a job, print its output, and the certainty of the plans' order with the new records."""
     from autoplan.api.profile_job import ProfileJob, run_job
     from autoplan.api.profiling import planned_profile
 
-    planned = planned_profile(plan_file=plan_file, options=options)  # what is wrong with it is known before a job waits
+    planned = planned_profile(plan_file=plan_file, options=options)  # errors show before a job is queued
     params = context.params
     if not params["quiet"]:
         _say_where(planned)
@@ -268,7 +268,7 @@ def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) ->
 
 
 def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
-    """Print what is to be measured, measure it, and print what came of it."""
+    """Print the planned measurements, run them, and print the outcomes."""
     from autoplan.cli.measurement_advice import print_advice, print_ranking
     from autoplan.report.terminal import make_console
 
@@ -301,7 +301,7 @@ def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
 
 
 def _print_planned(planned: PlannedProfile, *, json: bool, quiet: bool) -> None:
-    """Print what would be measured, how long it takes, and what it is expected to settle."""
+    """Print the planned measurements, their duration, and their expected value."""
     from autoplan.cli.measurement_advice import print_advice
     from autoplan.report.terminal import make_console
 
@@ -319,7 +319,7 @@ def _print_planned(planned: PlannedProfile, *, json: bool, quiet: bool) -> None:
 
 
 def _say_where(started: PlannedProfile) -> None:
-    """Say on what is measured, and warn of what stands in the way or is left out."""
+    """Print the device under test, and warn of obstacles and omissions."""
     hello = started.hello
     ranks, nodes = len(hello.hosts), hello.num_nodes
     counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
@@ -329,7 +329,7 @@ def _say_where(started: PlannedProfile) -> None:
 
 
 def _measured(started: Profile, *, quiet: bool) -> Progress:
-    """Measure under a progress bar; interrupted, say what is stored."""
+    """Measure with a progress bar; when interrupted, report what is stored."""
     from autoplan.cli.progress import measuring_bar
 
     num_visits = started.num_visits
@@ -358,7 +358,7 @@ def _tally(progress: Progress) -> str:
 
 
 def _print_plan(console: Console, started: PlannedProfile) -> None:
-    """Print what would be measured: one row for each operation and kernel, in the order in which they begin."""
+    """Print the planned measurements: one row per operation and kernel, in starting order."""
     from autoplan.base.units import format_seconds
     from autoplan.report.terminal import print_part, print_table
 

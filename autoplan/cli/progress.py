@@ -1,4 +1,4 @@
-"""Progress bars on stderr, where that is a terminal and the work takes long enough to see them."""
+"""Progress bars on stderr, if it is a terminal and the work takes long enough."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 def say_how_to_watch(storage: str) -> None:
-    """Name the command that shows a study while it grows."""
+    """Print the command that shows a growing study."""
     print(f"autoplan: watch it: optuna-dashboard {shlex.quote(storage)}", file=sys.stderr)
 
 
@@ -17,14 +17,14 @@ def say_how_to_watch(storage: str) -> None:
 def progress_bar(
     *, quiet: bool, doing: str = "pricing plans", unit: str = "cells"
 ) -> Iterator[Callable[[int, int | None], None] | None]:
-    """A function that takes (done, total if known), or None where nothing shall be shown."""
+    """Yield a function of (done, total if known), or None if nothing is to be shown."""
     with _bar(quiet, doing) as show:
         yield show and (lambda done, total: show(done, total, unit))
 
 
 @contextmanager
 def measuring_bar(*, quiet: bool, total: int) -> Iterator[Callable[[int, str, float], None] | None]:
-    """A function that takes (done, what was done last, seconds left), or None where nothing shall be shown."""
+    """Yield a function of (done, last item, seconds left), or None if nothing is to be shown."""
     with _bar(quiet, "measuring", total) as show:
         yield show and (
             lambda done, last, left_s: show(done, total, f"{left_s // 60:.0f}:{left_s % 60:02.0f} left  {last}")
@@ -33,7 +33,7 @@ def measuring_bar(*, quiet: bool, total: int) -> Iterator[Callable[[int, str, fl
 
 @contextmanager
 def _bar(quiet: bool, doing: str, total: int | None = None) -> Iterator[Callable[[int, int | None, str], None] | None]:
-    """A function that takes (done, total if known, what stands behind them), or None."""
+    """Yield a function of (done, total if known, text after them), or None."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
@@ -45,7 +45,7 @@ def _bar(quiet: bool, doing: str, total: int | None = None) -> Iterator[Callable
     task = bar.add_task("", total=total)
 
     def show(done: int, total: int | None, text: str) -> None:
-        bar.start()  # not before there is something to show: the work may begin with processes of its own
+        bar.start()  # only once there is something to show, as the work may start its own processes first
         bar.update(task, completed=done, total=total, description=text)
 
     try:
@@ -56,7 +56,7 @@ def _bar(quiet: bool, doing: str, total: int | None = None) -> Iterator[Callable
 
 @contextmanager
 def live_line(*, quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[[str], None]]]:
-    """Two functions: one says a line that stays, the other what goes on now, where stderr is a terminal."""
+    """Yield two functions: one prints a permanent line, the other the current state if stderr is a terminal."""
     if quiet:
         yield (lambda line: None), (lambda line: None)
         return

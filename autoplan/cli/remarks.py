@@ -1,4 +1,4 @@
-"""Remarks of commands on stderr: warnings of the library, and what was written."""
+"""Remarks of commands on stderr: warnings of the library, and written files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autoplan.base.errors import AutoplanWarning, StoreWarning
 
 @contextmanager
 def shown_warnings() -> Iterator[None]:
-    """Print the warnings of the library on stderr, each in one line; others stay as they are."""
+    """Print warnings of the library on stderr, one line each; other warnings are unchanged."""
     with warnings.catch_warnings():
         show_others = warnings.showwarning
 
@@ -29,7 +29,7 @@ def shown_warnings() -> Iterator[None]:
 
 
 def hide_remarks(quiet: bool) -> bool:
-    """Leave out warnings that stand in no file, as --quiet demands."""
+    """Suppress warnings that are in no file, for --quiet."""
     if quiet:
         warnings.simplefilter("ignore", AutoplanWarning)
         warnings.simplefilter("always", StoreWarning)
@@ -43,6 +43,6 @@ def print_warnings(texts: Iterable[str], *, quiet: bool = False) -> None:
 
 
 def print_written(path: Path, *, quiet: bool, ending: str = "") -> None:
-    """Say that a file was written, and what can be done with it."""
+    """Report that a file was written, and its use."""
     if not quiet:
         print(f"wrote {path}{ending}", file=sys.stderr)

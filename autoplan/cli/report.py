@@ -50,7 +50,7 @@ def report(
 
 
 def _serve(result: PlanResult | MixedPlanResult) -> None:
-    """Serve the page until the program is ended, which is no failure."""
+    """Serve the page until the program is interrupted, which is not a failure."""
     leave_on_sigterm()
     with api.serving.PageServer(result) as server, contextlib.suppress(KeyboardInterrupt):
         print(f"{server.address} shows the plan until Ctrl-C", flush=True)

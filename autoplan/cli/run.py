@@ -125,7 +125,7 @@ def run(
 
 
 def _check_words(program: list[str] | None, data: str | None, *, command: bool, uses_trainer: bool) -> None:
-    """Refuse options that do not go together."""
+    """Raise InputError for options that exclude each other."""
     if bool(program) != command:
         raise InputError("--command and PROGRAM go together: autoplan run plan.json --command -- PROGRAM ARG...")
     if command and (uses_trainer or data):
@@ -135,7 +135,7 @@ def _check_words(program: list[str] | None, data: str | None, *, command: bool, 
 
 
 def _check_outputs(traces: Path | None, out: Path | None, log_to: str | None, *, force: bool) -> None:
-    """Refuse what cannot be written."""
+    """Raise InputError for outputs that cannot be written."""
     if traces is not None and traces.exists() and not force:
         raise InputError(f"{traces} exists: name another folder, or pass --force")
     if out is not None:
@@ -158,7 +158,7 @@ def _hand_over(measured: RunFile, out: Path | None, *, force: bool, as_json: boo
 
 
 def _print_run(console: Console, run: RunFile) -> None:
-    """Print the answer first: the step, then its parts, memory, and whether the plan computes what one process does."""
+    """Print the step first, then its parts, memory, and whether the plan matches the results of a single process."""
     from statistics import median
 
     from rich.table import Table
@@ -202,7 +202,7 @@ def _print_run(console: Console, run: RunFile) -> None:
 
 
 def _times(run: RunFile) -> str:
-    """Say what the median is of: '10 steps'; '3 times of 30 steps in the log of Megatron-LM'."""
+    """Describe the values behind the median: '10 steps'; '3 times of 30 steps in the log of Megatron-LM'."""
     times = len(run.measured.step_s)
     if not hasattr(run.task, "log_of"):
         return f"{times} steps"

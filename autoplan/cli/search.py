@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from autoplan.api.plan_result import PlanResult
     from autoplan.api.results import MixedPlanResult
 
-# Parameters that mean what that of `autoplan.search_mixed`, or `autoplan.search`, of that name does.
+# Parameters with the same meaning as in `autoplan.search_mixed` or `autoplan.search`.
 MIXED_SEARCH_FLAGS = ("model", "global_batch", "seq_len", "forbid", "to", "fix", "allow")
 SEARCH_FLAGS = (
     *MIXED_SEARCH_FLAGS,
@@ -180,7 +180,7 @@ def search(
     With objectives, node counts or a training run, it finds the best plan for those.
     With a launch file, it also shows how good that is, and what each change on the way to the best plan gains.
     """
-    check_outputs(out, page, force=True)  # whether they hold another answer is looked at when there is one
+    check_outputs(out, page, force=True)  # existing answers are checked later
     if sampler == "bound" and (idle := [f"--{name}" for name in ("trials", "seed") if is_typed(context, name)]):
         raise InputError(
             f"{' and '.join(idle)} needs a --sampler: without one, a search covers all plans: leave it out"
@@ -192,7 +192,7 @@ def search(
 
 
 def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanResult:
-    """Search a cluster of equal nodes or of unlike ones, by what was typed."""
+    """Search a homogeneous or a mixed cluster with the typed options."""
     from autoplan.topology.mixed_cluster import MixedCluster
 
     params = context.params
@@ -223,7 +223,7 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
 
 
 def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
-    """Refuse flags that a search of different nodes does not take yet."""
+    """Raise InputError for flags that a search of a mixed cluster does not support yet."""
     is_shared = typed["storage"] or typed["study"] or typed["workers"] != 1 or typed["sampler"] != "bound"
     refusals = (
         (
@@ -250,7 +250,7 @@ def _hand_over(
     json: bool,
     quiet: bool,
 ) -> None:
-    """Print an answer and write its plan file and page, but over another answer, or another page, with `force` only."""
+    """Print an answer and write its plan file and page; overwrite other answers or pages only with `force`."""
     is_unchanged = not force and api.plan_files.holds_answer(out, result)
     is_kept = not force and not is_unchanged and (out.exists() or out.is_symlink())
     if not is_unchanged and not is_kept:
@@ -273,7 +273,7 @@ def _hand_over(
 
 
 def _print(result: PlanResult | MixedPlanResult, path: Path | None, *, details: bool) -> None:
-    """Print an answer, and what can be done next with the plan file at `path` where it was written."""
+    """Print an answer, and next steps with the plan file at `path` if it was written."""
     from autoplan.spec.axes import LABELS
 
     console, is_close = report.terminal.make_console(), False

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoplan.spec.tune_report import TuneReport
 
 
-# Parameters that mean what that of `autoplan.tune` of that name does.
+# Parameters with the same meaning as in `autoplan.tune`.
 TUNE_FLAGS = (
     *("model", "cluster", "global_batch", "seq_len"),
     *("fix", "at_most", "forbid", "program", "trials", "budget", "gpu_hours", "parallel", "steps", "warmup"),
@@ -173,7 +173,7 @@ def tune(
 
 
 def _checked_output(context: typer.Context) -> Path:
-    """Return where the best plan is written; refuse what cannot be written, and flags that do not go together."""
+    """Return the path of the best plan; InputError if it cannot be written, or for contradicting flags."""
     from autoplan.api.plan_files import is_plan_file
 
     typed = context.params
@@ -192,7 +192,7 @@ def _checked_output(context: typer.Context) -> Path:
 
 
 def _hand_over(tuned: TuneResult, out: Path, *, force: bool, json: bool, quiet: bool) -> None:
-    """Write the best plan, and print what the trials told."""
+    """Write the best plan, and print the trials."""
     from autoplan.base.files import encode, write_text
     from autoplan.report.terminal import make_console, print_next_steps
 
@@ -211,7 +211,7 @@ def _hand_over(tuned: TuneResult, out: Path, *, force: bool, json: bool, quiet: 
 
 
 def _again() -> str:
-    """Return the same call, which may write over what this one has written."""
+    """Return the same command, which may overwrite this one's output."""
     command, *arguments = redact_arguments(sys.argv[1:])[0]
     force = [] if "--force" in arguments else ["--force"]
     return shlex.join(["autoplan", command, *force, *arguments])

@@ -74,7 +74,7 @@ class RankTimeline:
     memory_bytes: Floats  # these bytes
 
     def events(self) -> Iterator[Event]:
-        """Return all events, first the passes, divided over the streams."""
+        """Yield all events, first the passes, divided over the streams."""
         for event in self.passes:
             start = event.start_s
             terms = self.pass_terms_s[event.kind, event.chunk or 0]

@@ -1,4 +1,4 @@
-"""Results for people: terminal tables, drawings, the HTML page."""
+"""Display of results: terminal tables, drawings, the HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answer of a search on a terminal: the plan, its time and memory, how sure that is; then the details."""
+"""Answer of a search on a terminal: the plan, its time and memory, their confidence; then the details."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from autoplan.spec.training import TrainingSpec
 SHOWN_PLANS = 10
 SHOWN_ALLOWANCES = 2
 SHOWN_REASONS = 3
-LEAST_REASON = 0.02  # of the largest
-LEAST_OFF = 0.001  # less would read as 0.0 %
+LEAST_REASON = 0.02  # relative to the largest
+LEAST_OFF = 0.001  # less would show as 0.0 %
 SHOWN_FLIPS = 3
 SHOWN_SWITCHES = 8
-LEAST_SHOWN_SHARE = 0.0005  # less would read as 0.0 %
-SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is not worth a line unless the plan offloads
-LEAST_SHARED = 4  # options that two plans share, from which on they are not told twice
-MOST_SPELLED = 130  # characters of a plan that is spelled out: two lines of 80 columns
+LEAST_SHOWN_SHARE = 0.0005  # less would show as 0.0 %
+SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is only shown if the plan offloads
+LEAST_SHARED = 4  # number of options shared by two plans from which they are not repeated
+MOST_SPELLED = 130  # characters of a plan description in full: two lines of 80 columns
 PROVENANCE_WORDS: dict[Provenance, str] = {
     "measured": "measurements",
     "interpolated": "interpolated measurements",
@@ -57,7 +57,7 @@ PROVENANCE_WORDS: dict[Provenance, str] = {
 
 
 def print_search(console: Console, file: PlanFile, *, details: bool = False) -> None:
-    """Print the answer of a search; with `details` also the plans behind it, what was searched, and memory by stage."""
+    """Print the answer of a search; with `details` also the other plans, the search space, and memory by stage."""
     print_answer(console, file)
     lines = [*(detail_lines(file) if details else ()), *(choice_lines(file.best, file.choice) if file.choice else ())]
     if details and file.alternatives:
@@ -70,7 +70,7 @@ def print_search(console: Console, file: PlanFile, *, details: bool = False) -> 
 
 
 def print_lines(console: Console, lines: Iterable[tuple[str, str]]) -> None:
-    """Print texts behind their labels."""
+    """Print texts with their labels."""
     grid = labelled()
     for label, text in lines:
         grid.add_row(label, escape(text))
@@ -90,7 +90,7 @@ def print_answer(console: Console, file: PlanFile) -> None:
 
 
 def headline(file: PlanFile) -> str:
-    """The question: the model, the cluster and the training."""
+    """Return the question: model, cluster and training."""
     cluster, training = file.cluster, file.training
     slow = f" ({len(cluster.faults)} slow parts)" if cluster.faults else ""
     devices = f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}"
@@ -102,12 +102,12 @@ def headline(file: PlanFile) -> str:
 
 
 def optimizer_text(training: TrainingSpec) -> str:
-    """Return the optimizer behind a comma where it is not Adam."""
+    """Return the optimizer after a comma, unless it is Adam."""
     return "" if training.optimizer == "adam" else f", {TRAITS[training.optimizer].title}"
 
 
 def training_lines(model: ModelSpec, training: TrainingSpec) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of what is trained by what loss, where it is not all weights by the next token."""
+    """Yield (label, text) for trained weights and loss, unless all weights are trained on next tokens."""
     if (tuning := training.finetuning) is not None:
         trained = count_trained_parameters(model, tuning)
         percent = 100 * trained / count_parameters(model)
@@ -117,7 +117,7 @@ def training_lines(model: ModelSpec, training: TrainingSpec) -> Iterator[tuple[s
 
 
 def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
-    """(label, text) of the plan, its time and memory, and how sure they are."""
+    """Yield (label, text) for the plan, its time and memory, and their confidence."""
     best = file.best
     spelled = best.plan.spell_out()
     yield "plan", spelled if len(spelled) <= MOST_SPELLED else best.plan.describe()
@@ -148,7 +148,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
 
 
 def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) of samples that differ in length: what they are, and what they cost."""
+    """Yield (label, text) for samples of different lengths and their cost."""
     training, best = file.training, file.best
     if (lengths := training.lengths) is None:
         return
@@ -167,7 +167,7 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
 
 
 def allowance_text(allowance: Allowance) -> str:
-    """Say what the plan would gain with an option that changes the numerics of training."""
+    """Describe the gain of an option that changes the numerics of training."""
     freed = allowance.freed_bytes
     gain = [slower(allowance.ratio - 1.0)] if abs(allowance.ratio - 1.0) >= LEAST_OFF else []
     memory = f"{format_bytes(abs(freed))} {'less' if freed > 0 else 'more'}"
@@ -183,12 +183,12 @@ def _memory(file: PlanFile) -> str:
 
 
 def risk_text(probability: float) -> str:
-    """Probability of running out of memory."""
+    """Return the probability of running out of memory as text."""
     return format_percent(probability) if probability >= LEAST_OFF else f"under {format_percent(LEAST_OFF)}"
 
 
 def rests_on(shares: Mapping[Provenance, float]) -> str:
-    """Shares of the sources of times in a step, in words."""
+    """Describe the shares of time sources in a step."""
     return ", ".join(
         f"{format_percent(share)} {PROVENANCE_WORDS[name]}"
         for name, share in shares.items()
@@ -197,7 +197,7 @@ def rests_on(shares: Mapping[Provenance, float]) -> str:
 
 
 def proof_line(certificate: Certificate) -> str:
-    """Sentence on why there is no better plan."""
+    """Return a sentence on why there is no better plan."""
     least, plans = certificate.least_left, f"{certificate.plans:,} plans"
     if not certificate.proven:
         assert least is not None, "of what was not looked at"
@@ -226,7 +226,7 @@ def _at_least_shown(share: float) -> str:
 
 
 def searched_line(certificate: Certificate) -> str:
-    """Sentence on how many plans were priced, and what is known of the others."""
+    """Return a sentence on the number of priced plans, and what is known of the others."""
     least, margin = certificate.least_left, certificate.margin
     others_text = "do not fit in memory" if least is None else f"are at least {format_percent(least - 1)} slower"
     text = (
@@ -241,17 +241,17 @@ def searched_line(certificate: Certificate) -> str:
 
 
 def slower(behind: float) -> str:
-    """Share by which a step is slower or, where `behind` is negative, faster."""
+    """Return the share by which a step is slower or, for a negative `behind`, faster."""
     if abs(behind) < LEAST_GAP:
         return "as fast"
     return f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
 
 
 def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelPlan) -> str:
-    """Sentence on the next best plan that differs in more than details, and whether the model can separate the two.
+    """Return a sentence on the next best kind of plan, and whether the model can distinguish the two.
 
-    Plans as slow as `least_left` need not have been priced, so that more of them may be in a wider interval; the next
-    best may be among them.
+    Plans at least as slow as `least_left` may not have been priced, so a wider interval may contain more plans, and the
+    next best may be one of them.
     """
     assert choice.runner_up is not None
     ratio, width = choice.ratio or 1.0, choice.width or 1.0
@@ -270,7 +270,7 @@ def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelP
 
 
 def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
-    """Describe a plan; of many options only those that are not the best plan's, where it has one for each of them."""
+    """Describe a plan; with many options only those that differ from the best plan's, if it has the same ones."""
     words, words_of_best = plan.describe().split(", "), best.describe().split(", ")
     degrees, options = words[:2], words[2:]
     differing = [option for option in options if option not in words_of_best]
@@ -280,13 +280,13 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
 
 
 def closeness(width: float, *, is_close: bool) -> str:
-    """Say whether the model can distinguish plans; the 90 % interval of their ratio reaches `width` times from it."""
+    """Say whether the model can distinguish plans; the 90 % interval of their ratio extends by a factor of `width`."""
     share = format_percent(width - 1.0)
     return f"too close to call (under {share})" if is_close else f"a clear gap (over {share})"
 
 
 def detail_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
-    """(label, text) of what is behind the answer."""
+    """Yield (label, text) for the background of the answer."""
     if layers := layers_line(file):
         yield "layers", layers
     if len(file.stages) > 1:
@@ -303,7 +303,7 @@ def detail_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
 
 
 def layers_line(file: PlanFile) -> str:
-    """Layers of every stage or chunk, if they are spread unevenly."""
+    """Return the layers of every stage or chunk if they are spread unevenly."""
     plan = file.best.plan
     chunks = chunk_layers(plan, file.model.num_layers)
     if len(set(chunks)) == 1:
@@ -313,7 +313,7 @@ def layers_line(file: PlanFile) -> str:
 
 
 def mfu_convention(file: PlanFile) -> str:
-    """Peak rate that an MFU refers to.  That of a CPU is worked out from its clock, which no datasheet does."""
+    """Return the peak rate that an MFU refers to; for a CPU it is computed from its clock, as datasheets lack it."""
     device = file.cluster.device
     name, peak = datasheet_peak(device, file.training.precision)
     peak_name = "peak" if device.vendor == "cpu" else "datasheet peak"
@@ -321,7 +321,7 @@ def mfu_convention(file: PlanFile) -> str:
 
 
 def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: float) -> str:
-    """Leaf switches above the stages, and what the order of the nodes gains."""
+    """Describe the leaf switches above the stages, and the gain from the order of the nodes."""
     below: dict[str, set[int]] = {}
     for host in hosts:
         below.setdefault(host.switches[0] if host.switches else host.site, set()).update(host.stages)
@@ -332,7 +332,7 @@ def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: flo
 
 
 def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float | None) -> None:
-    """The plans in their order; with the quantile of the step by which they are, where that is not the step itself."""
+    """Print the plans in order, with the quantile of the step if they are sorted by one."""
     has_batches = len({plan.plan.global_batch for plan in plans}) > 1
     columns = [("#", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True), ("memory", True)]
     if quantile is not None:
@@ -355,7 +355,7 @@ def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: floa
 
 
 def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False) -> str:
-    """Reason why the winner goes before the next best: the terms in which their times per sequence differ most."""
+    """Explain why the winner beats the next best plan: the terms in which their times per sequence differ most."""
     behind = second.s_per_sequence / best.s_per_sequence - 1.0
     if abs(behind) < LEAST_GAP:
         reason = "the plan with the fewest changes" if keeps_today else "the simpler plan"
@@ -365,7 +365,7 @@ def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False
 
 
 def reasons(plan: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> str:
-    """The terms in which two plans' times per sequence differ most, as the first of them has them: more or less."""
+    """Describe the terms in which two plans' times per sequence differ most, from the view of the first."""
     gained = _gained(plan, second)
     largest = sorted(gained, key=lambda name: -abs(gained[name]))[:SHOWN_REASONS]
     least = LEAST_REASON * max(abs(gained[largest[0]]), abs(sum(gained.values())))
@@ -377,25 +377,25 @@ def reasons(plan: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> str
 
 
 def _summed(terms_s: dict[str, float]) -> dict[str, float]:
-    """Work of the busiest stage in one term, and what ends the step in one."""
+    """Sum the work of the busiest stage into one term, and the end of the step into another."""
     work = sum(value for name, value in terms_s.items() if name not in (*WAITS, *END_OF_STEP))
     waits = {name: terms_s.get(name, 0.0) for name in WAITS}
     return {"work": work, **waits, "end_of_step": sum(terms_s.get(name, 0.0) for name in END_OF_STEP)}
 
 
 def _gained(best: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> dict[str, float]:
-    """Time by which every term of the second plan is longer, for as many sequences as the best has in a step."""
+    """Time by which every term of the second plan is longer, for the number of sequences in the best plan's step."""
     scale = best.plan.global_batch / second.plan.global_batch
     terms, second_terms = best.terms_s, second.terms_s
     if (terms.get("head", 0.0) > 0) != (second_terms.get("head", 0.0) > 0):
-        # Terms of work are those of the busiest stage, which holds the head in one plan and layers in its place in
-        # the other: only their sums compare.
+        # Terms of work are those of the busiest stage, which may have the head in one plan and more layers in the
+        # other, so only their sums are comparable.
         terms, second_terms = _summed(terms), _summed(second_terms)
     return {name: second_terms.get(name, 0.0) * scale - value for name, value in terms.items()}
 
 
 def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, str]]:
-    """(label, text) of what would change the answer, and of why the obvious alternatives lost."""
+    """Yield (label, text) for what would change the answer, and why the obvious alternatives lost."""
     if choice.sensitivity:
         flips = choice.sensitivity.flips
         for at, flip in enumerate(flips[:SHOWN_FLIPS]):
@@ -410,7 +410,7 @@ def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, st
 
 
 def _lost(best: RankedPlan, rival: ObviousPlan) -> str:
-    """Reason why an alternative lost: memory, or time in the terms that grow most."""
+    """Explain why an alternative lost: memory, or time in the terms that grow most."""
     if rival.excess_bytes > 0:
         return f"does not fit by {format_bytes(rival.excess_bytes)} ({rival.plan.plan.describe()})"
     lost = _gained(best, rival.plan)
@@ -426,7 +426,7 @@ def _lost(best: RankedPlan, rival: ObviousPlan) -> str:
 
 
 def fastest_of(file: PlanFile) -> RankedPlan | None:
-    """Return the fastest plan, where the best one is simpler and about as fast."""
+    """Return the fastest plan if the best one is a simpler one that is about as fast."""
     if file.certificate is None or file.certificate.slower_than_fastest is None:
         return None
     return min(file.alternatives, key=lambda plan: plan.s_per_sequence)

@@ -33,11 +33,11 @@ SHOWN = (
     "socket",
     "pcie_switch",
     "device",
-)  # components of a node, in this order; fabrics stand with the devices
+)  # components of a node, in this order; fabrics are listed with the devices
 
 
 def cluster_line(cluster: ClusterSpec) -> str:
-    """Name and size."""
+    """Return name and size of a cluster."""
     return (
         f"{cluster.name}: {cluster.num_nodes:,} x {cluster.devices_per_node} {cluster.device.name} "
         f"= {cluster.num_devices:,} devices"
@@ -45,7 +45,7 @@ def cluster_line(cluster: ClusterSpec) -> str:
 
 
 def rates_text(link: Link) -> str:
-    """Kind and rates of a link, one direction: 'InfiniBand 47.0 of 50.0 GB/s'."""
+    """Return kind and rates of a link, one direction: 'InfiniBand 47.0 of 50.0 GB/s'."""
     name = KIND_NAMES.get(link.kind, link.kind)
     nominal, sustained = format_rate(link.bytes_per_s), format_rate(link.sustained_bytes_per_s)
     if nominal == sustained:
@@ -56,7 +56,7 @@ def rates_text(link: Link) -> str:
 
 
 def fault_text(share: float) -> str:
-    """Share that a fault leaves, as text; empty where there is no fault."""
+    """Return the remaining share under a fault as text; empty without a fault."""
     return "" if share == 1 else f"{100 * share:.3g} % because of a fault"
 
 
@@ -78,12 +78,12 @@ def place_name(group: PlaceGroup) -> str:
 
 
 def halves_bytes_per_s(cluster: ClusterSpec) -> float | None:
-    """Rate from one half of the nodes, in order, to the other; None for a single node."""
+    """Return the rate from the first half of the nodes to the second; None for a single node."""
     return bisection_bytes_per_s(cluster, cluster.num_nodes // 2) if cluster.num_nodes > 1 else None
 
 
 def component_text(component: Component, count: int) -> str:
-    """Number of components of a kind, in words: '8 NICs', '1 leaf switch'."""
+    """Return the number of components of a kind in words: '8 NICs', '1 leaf switch'."""
     name = f"{component.name} switch" if component.kind == "switch" else component.name
     if count == 1 or component.kind in ("device", "fabric"):
         return f"{count:,} {name}"
@@ -91,7 +91,7 @@ def component_text(component: Component, count: int) -> str:
 
 
 def _ways(cluster_graph: ClusterGraph, vertex: str) -> Iterator[str]:
-    """The links of one component of a node."""
+    """Yield the links of one component of a node."""
     graph = cluster_graph.graph
     component, count = graph.nodes[vertex]["component"], graph.nodes[vertex]["count"]
     for neighbour, edge in graph[vertex].items():
@@ -122,7 +122,7 @@ def _way_up(link: Link) -> str:
 
 
 def _switch_lines(cluster_graph: ClusterGraph, group: PlaceGroup, places: int) -> Iterator[Tree]:
-    """The switches of a place, those with the same links together."""
+    """Describe the switches of a place, grouped by equal links."""
     counts: Counter[tuple[Component, str]] = Counter()
     for vertex in group.vertices:
         ways = ", ".join(_way_up(link) for link in links_up(cluster_graph.graph, vertex))
@@ -134,7 +134,7 @@ def _switch_lines(cluster_graph: ClusterGraph, group: PlaceGroup, places: int) -
 
 
 def _line(cluster_graph: ClusterGraph, vertex: str, places: int) -> Tree:
-    """Class of components and its links, in one line where that holds them."""
+    """Describe a class of components and its links, in one line if possible."""
     component: Component = cluster_graph.graph.nodes[vertex]["component"]
     text = component_text(component, cluster_graph.graph.nodes[vertex]["count"] // places)
     if component.kind == "device" and component.share < 1:
@@ -157,7 +157,7 @@ def _tree(text: str, style: str = "") -> Tree:
 
 
 def _place(cluster_graph: ClusterGraph, group: PlaceGroup, places: int, *, is_known: bool = False) -> Tree:
-    """Place with what is inside it; `places` of it are in the cluster.  The components of a node are listed once."""
+    """Describe a place with its contents, of which the cluster has `places`; a node's components are listed once."""
     name = place_name(group)
     if not group.inside:
         tree = _tree(f"{name}, as above" if is_known else name, "bold")
@@ -176,7 +176,7 @@ def _place(cluster_graph: ClusterGraph, group: PlaceGroup, places: int, *, is_kn
 
 
 def print_topology(console: Console, cluster: ClusterSpec, cluster_graph: ClusterGraph) -> None:
-    """The cluster as a tree, then what a device gets on every level."""
+    """Print the cluster as a tree, then the rates per device on every level."""
     console.print(Text(cluster_line(cluster), style="bold"), soft_wrap=True)
     if (rate := halves_bytes_per_s(cluster)) is not None:
         console.print(f"{format_rate(rate)} between its halves, one direction", soft_wrap=True)
@@ -192,7 +192,7 @@ def print_topology(console: Console, cluster: ClusterSpec, cluster_graph: Cluste
 
 
 def topology_json(cluster: ClusterSpec, cluster_graph: ClusterGraph) -> dict[str, Any]:
-    """The quotient graph and its places, in SI units."""
+    """Return the quotient graph and its places in SI units."""
     graph = cluster_graph.graph
     return {
         "cluster": cluster.name,
@@ -212,7 +212,7 @@ def topology_json(cluster: ClusterSpec, cluster_graph: ClusterGraph) -> dict[str
 
 
 def print_mixed_topology(console: Console, cluster: MixedCluster) -> None:
-    """Print parts as trees, then what joins them."""
+    """Print the parts as trees, then the links between them."""
     for part in cluster.parts:
         print_topology(console, part, quotient(part))
         console.print()
@@ -220,7 +220,7 @@ def print_mixed_topology(console: Console, cluster: MixedCluster) -> None:
 
 
 def between_text(between: BetweenSpec) -> str:
-    """Links between the parts of a mixed cluster in words, one direction."""
+    """Describe the links between the parts of a mixed cluster, one direction."""
     words = []
     if between.device_bytes_per_s is not None:
         words.append(f"{format_rate(between.device_bytes_per_s)} for each device")
@@ -235,7 +235,7 @@ def between_text(between: BetweenSpec) -> str:
 
 
 def mixed_json(cluster: MixedCluster) -> dict[str, Any]:
-    """The graphs of all parts, and what joins them."""
+    """Return the graphs of all parts and the links between them."""
     return {
         "cluster": cluster.name,
         "parts": [topology_json(part, quotient(part)) for part in cluster.parts],

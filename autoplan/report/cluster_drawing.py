@@ -1,4 +1,4 @@
-"""SVG drawing of a cluster: nested places, the first of each kind opened, down to the links inside a node."""
+"""SVG drawing of a cluster: nested places, with the first of each kind expanded, down to the links inside a node."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from autoplan.topology.components import (
 )
 from autoplan.topology.graph import ClusterGraph, PlaceGroup, links_up
 
-if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
+if TYPE_CHECKING:  # the cost model is not needed for a cluster alone
     from autoplan.cost.collectives.traffic import StepTraffic
 
-MOST_DRAWN = 16  # devices of the opened node; of a larger one each class of components is drawn once
+MOST_DRAWN = 16  # devices of the expanded node; in a larger one each class of components is drawn once
 WIDTH, MARGIN = 1080, 24
-MOST_OTHERS = 3  # kinds of places beside the opened one
+MOST_OTHERS = 3  # kinds of places next to the expanded one
 GUTTER = 270  # on the left, for the names of rows and links
-INSET = 14  # of a place in the one around it
+INSET = 14  # of a place in the enclosing one
 ROW, GAP = 26, 46  # heights of a row of components and of the links between two
 LINE = 15  # height of a line of text
-CHARACTER = 6.4  # width of one, roughly
+CHARACTER = 6.4  # approximate width
 
 FILLS: dict[ComponentKind, tuple[str, str]] = {
     "device": ("#d8f0dc", "#2f7d3b"),
@@ -59,15 +59,15 @@ LINK_COLOURS = dict.fromkeys(("nvlink", "xgmi", "shared_memory"), "#7440a3") | {
 LINK_COLOURS |= dict.fromkeys(("socket", "nvlink-c2c"), "#5b5b66")
 FAULT_COLOUR = "#d11f1f"
 NETWORK_COLOUR, TEXT_COLOUR, FRAME_COLOUR = "#2b62ad", "#22222a", "#b9b9c6"
-HALO = 'stroke="#fbfbfd" stroke-width="5" paint-order="stroke"'  # keeps a name legible over a link
+HALO = 'stroke="#fbfbfd" stroke-width="5" paint-order="stroke"'  # keeps a name readable over a link
 BOX_WIDTHS: dict[ComponentKind, float] = {"nic": 60, "pcie_switch": 86, "socket": 72, "device": 78}
 
-Span = tuple[float, float]  # from the left to the right
+Span = tuple[float, float]  # left and right edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Box:
-    """Component by its middle, or a class of them."""
+    """Component or class of components, by its centre."""
 
     kind: ComponentKind
     text: str
@@ -76,19 +76,19 @@ class _Box:
     width: float
 
     def end(self, target: _Box) -> float:
-        """End of a line to a box above or below: upright under the other's middle, or at its own."""
+        """Return the end of a line to a box above or below: vertical below the other's centre, or at its own centre."""
         is_under = self.width > target.width and abs(self.x - target.x) <= self.width / 2
         return target.x if is_under else self.x
 
 
 @dataclass(slots=True)
 class _Canvas:
-    """Shapes in layers, the lowest first; labels keep apart."""
+    """Shapes in layers, the lowest first; labels do not overlap."""
 
     frames: list[str] = field(default_factory=list)
     links: list[str] = field(default_factory=list)
     boxes: list[str] = field(default_factory=list)
-    labels: list[float] = field(default_factory=list)  # where they are
+    labels: list[float] = field(default_factory=list)  # their positions
 
     def text(self, x: float, y: float, text: str, *, colour: str = TEXT_COLOUR, style: str = "") -> None:
         self.boxes.append(f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}" {style}>{escape(text)}</text>')
@@ -104,7 +104,7 @@ class _Canvas:
             self.text(box.x, box.y + 4, box.text, colour=edge, style='text-anchor="middle"')
 
     def link(self, a: _Box, b: _Box, link: Link) -> None:
-        """A line between two boxes, upright where one is above the other, the wider the faster."""
+        """Draw a line between two boxes, vertical if one is above the other, wider for faster links."""
         width = min(max(math.log2(link.bytes_per_s / 4e9), 0.7), 7)
         x_a, x_b = a.end(b), b.end(a)
         self.links.append(
@@ -113,7 +113,7 @@ class _Canvas:
         )
 
     def label(self, y: float, text: str, *, colour: str = TEXT_COLOUR, style: str = "") -> None:
-        """A line of text in the gutter, at `y` or as close below as there is room."""
+        """Write a line of text in the gutter, at `y` or at the next free position below."""
         while any(abs(y - used_y) < LINE for used_y in self.labels):
             y += 1
         self.labels.append(y)
@@ -125,7 +125,7 @@ class _Canvas:
                 self.label(y, line, colour=_colour(link), style='font-size="11"')
 
     def frame(self, across: Span, down: Span, *, is_stacked: bool) -> None:
-        """The frame of a place; others like it show behind it."""
+        """Draw the frame of a place, with identical places stacked behind it."""
         for offset in (0, 4, 8) if is_stacked else (0,):
             self.frames.append(
                 f'<rect x="{across[0] + offset:.1f}" y="{down[0] - offset:.1f}" width="{across[1] - across[0]:.1f}" '
@@ -138,7 +138,7 @@ def _colour(link: Link) -> str:
 
 
 def draw(cluster: ClusterSpec, cluster_graph: ClusterGraph, step: StepTraffic | None = None) -> str:
-    """The cluster as the text of an SVG file, with what a step of a plan moves over its links."""
+    """Return the cluster as the text of an SVG file, with the traffic of a plan's step on its links."""
     moved = _moved(cluster, step) if step else {}
     canvas = _Canvas()
     rate = halves_bytes_per_s(cluster)
@@ -175,9 +175,7 @@ def draw(cluster: ClusterSpec, cluster_graph: ClusterGraph, step: StepTraffic | 
 
 
 def _moved(cluster: ClusterSpec, step: StepTraffic) -> dict[str, str]:
-    """Bytes of a step, in words, by the name of a fabric or the kind of its direct links, that of the tier whose
-    switches the links lead out of, "nic", or "wan".
-    """
+    """Bytes of a step as text, by name of a fabric or kind of its links, by tier for uplinks, "nic", or "wan"."""
     words = [f"{format_volume(moved)} per step" for moved in step.level_bytes]
     words_by_link: dict[str, str] = {}
     for at, level in enumerate(step.levels):
@@ -199,14 +197,14 @@ def _span(depth: int) -> Span:
 
 
 def _opened(group: PlaceGroup) -> Iterator[PlaceGroup]:
-    """A place and the first one inside it, down to a node."""
+    """Yield a place and the first one inside it, down to a node."""
     yield group
     if group.inside:
         yield from _opened(group.inside[0])
 
 
 def _besides(group: PlaceGroup) -> str:
-    """Line on the places inside `group` that are not opened."""
+    """Describe the places inside `group` that are not expanded."""
     counts: Counter[str] = Counter()
     for place in group.inside[1:]:
         counts[place_name(replace(place, count=1))] += place.count
@@ -225,7 +223,7 @@ def _draw_switches(
     y: float,
     moved: dict[str, str],
 ) -> _Box:
-    """The switches of a place as one bar, and their links to the tier above."""
+    """Draw the switches of a place as one bar, and their links to the tier above."""
     component: Component = cluster_graph.graph.nodes[group.vertices[0]]["component"]
     text = component_text(
         component, sum(cluster_graph.graph.nodes[vertex]["count"] for vertex in group.vertices) // total
@@ -253,7 +251,7 @@ def _draw_node(
     y: float,
     moved: dict[str, str],
 ) -> float:
-    """The parts of a node in rows, from the network down to the fabrics, and their links; returns where it ends."""
+    """Draw a node in rows, from the network down to the fabrics, with links; return its lower edge."""
     graph: Graph = cluster_graph.graph.subgraph(node.vertices)
     if cluster.devices_per_node <= MOST_DRAWN:
         graph, total = node_graph(cluster), 1
@@ -266,7 +264,7 @@ def _draw_node(
     for a, b, link in graph.edges(data="link"):
         if a != b and boxes[a].kind != boxes[b].kind:
             canvas.link(boxes[a], boxes[b], link)
-            if "nic" not in (boxes[a].kind, boxes[b].kind):  # a NIC takes what it sends
+            if "nic" not in (boxes[a].kind, boxes[b].kind):  # the link of a NIC is as fast as the NIC
                 sent = moved.get(_level_of(cluster, graph.nodes[a]["component"], graph.nodes[b]["component"]), "")
                 labels[link, (boxes[a].y + boxes[b].y) / 2] = sent
         elif boxes[a].kind == "socket":
@@ -287,21 +285,21 @@ def _draw_node(
             canvas.link(above, box, link)
         labels[link, above.y + ROW] = moved.get("nic", "")
     for (link, at), sent in labels.items():
-        hops = 1 if link in direct else 2  # half of a latency is that of the way to a switch
+        hops = 1 if link in direct else 2  # the way to a switch has half of the latency
         latency = f", {format_seconds(hops * link.latency_s)}" if link.latency_s else ""
         canvas.link_label(at, link, latency, sent)
     return y - GAP
 
 
 def _level_of(cluster: ClusterSpec, *ends: Component) -> str:
-    """The level whose links join two components of a node: a fabric, or devices and their host."""
+    """Return the level of the links between two components of a node: a fabric, or devices and their host."""
     fabric = next((component.name for component in ends if component.kind == "fabric"), "")
     has_device = any(component.kind == "device" for component in ends)
     return fabric or next((level.name for level in cluster.levels if has_device and level.kind == "pcie"), "")
 
 
 def _rows(graph: Graph) -> list[list[Any]]:
-    """The vertices of a node by kind, from the network down to the fabrics."""
+    """Return the vertices of a node by kind, from the network down to the fabrics."""
     rows: dict[str, list[Any]] = {kind: [] for kind in ("nic", "socket", "pcie_switch", "device")}
     for vertex, component in graph.nodes(data="component"):
         rows.setdefault(component.name if component.kind == "fabric" else component.kind, []).append(vertex)
@@ -311,7 +309,7 @@ def _rows(graph: Graph) -> list[list[Any]]:
 def _draw_row(
     canvas: _Canvas, graph: Graph, vertices: list[Any], total: int, span: Span, y: float, boxes: dict[Any, _Box]
 ) -> None:
-    """Equal components side by side; in a large node their classes."""
+    """Draw equal components side by side, in a large node their classes."""
     component: Component = graph.nodes[vertices[0]]["component"]
     counts = [graph.nodes[vertex]["count"] // total for vertex in vertices]
     column = (span[1] - span[0]) / len(vertices)
@@ -332,7 +330,7 @@ def _direct_links(graph: Graph) -> list[Link]:
 
 
 def _whole_fabrics(cluster: ClusterSpec, direct: list[Link]) -> Iterator[tuple[str, str, Link]]:
-    """Fabrics that are no vertices of a node, by name: direct links between all devices, and those of a rack."""
+    """Yield fabrics without a vertex in a node, by name: direct links between all devices, and rack fabrics."""
     for link in direct:
         yield link.kind, f"{KIND_NAMES.get(link.kind, link.kind)}: a link between every two", link
     for level, num_nodes in wide_levels(cluster):

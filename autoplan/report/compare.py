@@ -1,4 +1,4 @@
-"""Comparison of clusters and sizes: a table, the best of each column, and rates by size as a drawing."""
+"""Comparison of clusters and sizes: a table, the best of each column, and a plot of rates by size."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autoplan.report.terminal import labelled, print_part
 from autoplan.spec.run_report import RunFigures, SizeOutcome
 
 WIDTH, HEIGHT, MARGIN = 860, 480, 70
-RIGHT = 190  # for the names of the clusters
+RIGHT = 190  # margin for the names of the clusters
 COLOURS = ("#2b62ad", "#2f7d3b", "#ad4a2b", "#7440a3", "#946a08", "#5b5b66")
 TEXT_COLOUR, GRID_COLOUR = "#22222a", "#d9d9e2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """Cluster and size, and the fastest plan there."""
+    """The fastest plan on a cluster of one size."""
 
     cluster: str
     outcome: SizeOutcome
@@ -52,7 +52,7 @@ BEST: tuple[tuple[str, Callable[[RunFigures], float | None], Callable[[RunFigure
 
 
 def print_compared(console: Console, compared: Sequence[Compared]) -> None:
-    """The table of all clusters and sizes, and which is best in what."""
+    """Print the table of all clusters and sizes, and the best of each column."""
     rows = [
         Row(
             places=(entry.cluster, str(entry.outcome.num_nodes)),
@@ -82,9 +82,7 @@ def print_compared(console: Console, compared: Sequence[Compared]) -> None:
 
 
 def draw_rates(compared: Sequence[Compared]) -> str:
-    """An SVG of tokens per second by devices, both logarithmic: a line for every cluster, broken ones for what its
-    smallest size would reach if it scaled perfectly.
-    """
+    """SVG of tokens per second by devices, on logarithmic axes; dashed: perfect scaling from the smallest size."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for entry in compared:
         if (best := entry.outcome.best) is not None:
@@ -118,7 +116,7 @@ def draw_rates(compared: Sequence[Compared]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Axis:
-    """A logarithmic scale between two places on the drawing."""
+    """A logarithmic scale between two positions on the drawing."""
 
     low: float
     high: float
@@ -128,7 +126,7 @@ class _Axis:
     @classmethod
     def over(cls, values: Sequence[float], start: float, end: float) -> _Axis:
         low, high = min(values), max(values)
-        # A single value stands in the middle.
+        # A single value is centred.
         return cls(low=low / 1.1, high=high * 1.1, start=start, end=end)
 
     def __call__(self, value: float) -> float:
@@ -136,7 +134,7 @@ class _Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        """Powers of two where there are few octaves, else of ten; at least one value."""
+        """Return powers of two for few octaves, else powers of ten; at least one value."""
         base = 2.0 if self.high / self.low < 2**7 else 10.0
         first = math.ceil(math.log(self.low, base))
         return [base**power for power in range(first, math.floor(math.log(self.high, base)) + 1)] or [self.low]

@@ -1,4 +1,4 @@
-"""Estimate of a plan on a terminal: its time and memory, term by term and stage by stage."""
+"""Estimate of a plan on a terminal: time and memory by term and by stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import HostRanks
 
 SHOWN_HOSTS = 64
-MOST_STAGES = 16  # rows of the table of stages; the first and last ones stay
+MOST_STAGES = 16  # rows in the table of stages; the first and last ones are kept
 
 
 def print_estimate(console: Console, file: PlanFile) -> None:
@@ -63,7 +63,7 @@ def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
 
 
 def _shown(stages: tuple[StageCost, ...]) -> tuple[StageCost | None, ...]:
-    """The stages that have a row; None stands for those that are left out in the middle."""
+    """Return the stages with a row; None represents the omitted ones in the middle."""
     if len(stages) <= MOST_STAGES:
         return stages
     half = MOST_STAGES // 2
@@ -117,7 +117,7 @@ def print_memory(console: Console, file: PlanFile) -> None:
 
 
 def print_waterfall(console: Console, stages: Sequence[PlacedStage]) -> None:
-    """The memory of stages: one row a term and one column a stage; stages that are alike share a column."""
+    """Print the memory of stages: one row per term and one column per stage; equal stages share a column."""
     console.print("\nmemory in GiB, stage by stage")
     kinds: dict[tuple[float | str, ...], list[PlacedStage]] = {}
     for stage in stages:

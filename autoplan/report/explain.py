@@ -1,4 +1,4 @@
-"""Explanation of a plan on a terminal: where the step goes, what binds, faster plans, plans that lost."""
+"""Explanation of a plan on a terminal: breakdown of the step, binding limits, faster plans, plans that lost."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.terms import OTHER_RANKS
 
 SHOWN_CHANGES = 12
-UNSPOKEN = {"layers", "rank_order", "nodes"}  # axes that --versus does not know
-LEVEL = 5e-4  # of two steps that are called level
+UNSPOKEN = {"layers", "rank_order", "nodes"}  # axes that --versus does not support
+LEVEL = 5e-4  # relative difference of two steps called level
 Names = Mapping[str, str]
 
 
 def print_explanation(console: Console, file: PlanFile, explanation: Explanation, names: Names, path: str) -> None:
-    """Print an explanation; `names` are those of axes that are not called on screen as they are inside."""
+    """Print an explanation; `names` are display names of axes that differ from the internal ones."""
     print_answer(console, file)
     console.print()
     stages = placed(explanation.stages, explanation.plan.plan.num_microbatches, explanation.capacity_bytes)
@@ -66,7 +66,7 @@ def print_explanation(console: Console, file: PlanFile, explanation: Explanation
 
 
 def print_mixed_explanation(console: Console, file: MixedPlanFile, explanation: MixedExplanation) -> None:
-    """Print the explanation of a plan of a mixed cluster, with the plans that one change makes of it."""
+    """Print the explanation of a plan of a mixed cluster, with plans one change away."""
     names = file.cluster.part_names
     print_mixed_answer(console, file)
     console.print()
@@ -86,7 +86,7 @@ def print_mixed_explanation(console: Console, file: MixedPlanFile, explanation: 
 
 
 def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequence[PlacedStage]) -> None:
-    """A row a term: of the step, and of every kind of stage, stages that are alike in one column."""
+    """Print one row per term: of the step, and of the stages, with equal stages in one column."""
     kinds: dict[tuple[float | str, ...], list[PlacedStage]] = {}
     for stage in stages:
         cost, place = stage.cost, stage.place
@@ -129,7 +129,7 @@ def _faster(ratio: float) -> str:
 
 
 def _needs(near: Neighbour, explanation: Explanation) -> str:
-    """Speed-up of a neighbour, and what it lacks."""
+    """Describe the speed-up of a neighbour, and what it lacks."""
     parts = [f"{format_seconds(near.plan.step_s)}, {_faster(near.ratio)}"]
     if near.plan.verdict != "fits":
         parts.append(_memory_needed(near))
@@ -142,7 +142,7 @@ def _needs(near: Neighbour, explanation: Explanation) -> str:
 
 
 def _versus_flag(near: Neighbour) -> str:
-    """The changes as --versus takes them; blank where it has no words for one."""
+    """Return the changes in --versus notation; blank if one has none."""
     plan, axes = near.plan.plan, [axis for axis, _, _ in near.changes]
     if not UNSPOKEN.isdisjoint(axes):
         return ""
@@ -165,7 +165,7 @@ def _memory_needed(near: Neighbour) -> str:
 
 
 def _effective_changes(explanation: Explanation) -> list[Neighbour]:
-    """Changes that make a difference: neither those that leave the step as it is nor slower ones that are refused."""
+    """Return changes with an effect, without those that leave the step unchanged or are both slower and impossible."""
     return [
         near for near in explanation.changes if near.ratio <= 1 - LEVEL or (near.ratio >= 1 + LEVEL and not near.broken)
     ]
@@ -186,14 +186,14 @@ def _print_changes(console: Console, explanation: Explanation, names: Names) -> 
 
 
 def _binding(explanation: MixedExplanation, names: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """(label, text) of the memory that the faster plan with least of it lacks."""
+    """Yield (label, text) for the missing memory of the faster plan that needs the least."""
     faster = [near.plan for near in explanation.changes if near.ratio < 1 - LEVEL and near.plan.verdict != "fits"]
     if faster:
         yield "binds", f"memory: a faster plan {_needed(min(faster, key=lambda plan: plan.oom_z), names)}"
 
 
 def _needed(plan: MixedCost, names: Sequence[str]) -> str:
-    """Memory of the stage that is nearest to the capacity of its devices."""
+    """Return the memory of the stage nearest to the capacity of its devices."""
     stages = [stage for kind in plan.kinds for stage in kind.stages]
     worst = max(stages, key=lambda stage: stage.memory_bytes / stage.capacity_bytes)
     return f"needs {format_bytes(worst.memory_bytes)} of {format_bytes(worst.capacity_bytes)} on {names[worst.part]}"
@@ -213,14 +213,14 @@ def _print_mixed_changes(console: Console, explanation: MixedExplanation, names:
 def _print_lost(
     console: Console, best: RankedPlan | MixedCost, lost: Sequence[tuple[str, RankedPlan | MixedCost]]
 ) -> None:
-    """Other plans, by their descriptions."""
+    """Print other plans by their descriptions."""
     console.print("why the next best lost")
     rows = [(escape(words), format_seconds(plan.step_s), escape(reasons(plan, best))) for words, plan in lost]
     print_table(console, (("plan", False), ("step", True), ("why", False)), rows, keep=3)
 
 
 def _print_versus(console: Console, best: RankedPlan, versus: Versus, names: Names) -> None:
-    """Both plans side by side, term by term; terms of another global batch for as many sequences."""
+    """Print both plans side by side, term by term, scaled to the same number of sequences."""
     scale = best.plan.global_batch / versus.plan.plan.global_batch
     grid = labelled()
     grid.add_row("versus", f"[bold]{escape(versus.plan.plan.describe())}[/]")

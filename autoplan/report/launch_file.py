@@ -1,4 +1,4 @@
-"""Launch file on a terminal: the plan it starts, and how it compares with the best one."""
+"""Launch file on a terminal: its plan, compared with the best one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import TrainingSpec
 
-SHOWN_VALUE = 60  # characters of an option's value
+SHOWN_VALUE = 60  # characters shown of an option's value
 OPTIONS_TITLE = "options, from today's file to the exported file of the best plan"
 
 
@@ -29,7 +29,7 @@ def print_launch(
     matters: Sequence[tuple[str, str, str]],
     harmless: Sequence[tuple[str, str, str]],
 ) -> None:
-    """Print the plan of a launch file, then its options that were not read: (option, value, why)."""
+    """Print the plan of a launch file, then its unread options: (option, value, why)."""
     model, training, plan = spec
     print_part(console, escape(headline))
     console.print()
@@ -56,7 +56,7 @@ def print_launch(
 
 
 def model_line(model: ModelSpec) -> str:
-    """A model in a few numbers."""
+    """Return the main numbers of a model."""
     heads = f"{model.num_heads} heads"
     if model.mla:
         heads += f", latent attention of rank {model.mla.kv_lora_rank}"
@@ -80,7 +80,7 @@ def model_line(model: ModelSpec) -> str:
 
 
 def print_today(console: Console, today: CurrentPlan, names: Mapping[str, str]) -> None:
-    """Print a launch file's rank, gains and changed options; `names` are axes as they are called on screen."""
+    """Print a launch file's rank, gains and changed options; `names` are display names of axes."""
     console.print()
     grid = labelled()
     grid.add_row("today", escape(f"{today.plan.describe()} ({today.path})"))
@@ -104,7 +104,7 @@ def print_today(console: Console, today: CurrentPlan, names: Mapping[str, str]) 
 
 
 def gap_line(today: CurrentPlan) -> str:
-    """Sentence on how much slower the file's plan is than the best, and whether the model can tell."""
+    """Return a sentence on the file's plan relative to the best, and whether the model can distinguish them."""
     gap = today.gap
     assert gap is not None
     behind = gap.ratio - 1.0
@@ -125,7 +125,7 @@ def gap_line(today: CurrentPlan) -> str:
 
 
 def _unless(today: CurrentPlan) -> str:
-    """Return how far a verdict holds where something of the file was not read."""
+    """Return the reservation on a verdict if parts of the file were not read."""
     return ", if the parts of the file that were not read do not matter" if today.unread else ""
 
 
@@ -147,12 +147,12 @@ CHANGE_COLUMNS = (("change", False), ("alone", True), ("memory", True), ("in thi
 
 
 def compares_rates(today: CurrentPlan) -> bool:
-    """Return whether changes are compared by rate, as steps of unlike batches do not compare."""
+    """Return whether changes are compared by rate, as steps of different batches are not comparable."""
     return any(change.axis == "global_batch" for change in today.changes)
 
 
 def change_rows(today: CurrentPlan, names: Mapping[str, str]) -> list[tuple[str, ...]]:
-    """Changes in the order of the walk: what it brings alone, and where it stands after those before it."""
+    """Return changes in path order: the gain of each alone, and the step after it and those before."""
     changes, is_rate = {change.axis: change for change in today.changes}, compares_rates(today)
     if not today.walk:
         return [(*_alone(change, names, is_rate), "", "") for change in today.changes]
@@ -170,7 +170,7 @@ def _alone(change: AxisChange, names: Mapping[str, str], is_rate: bool) -> tuple
 
 
 def not_alone(today: CurrentPlan, names: Mapping[str, str]) -> list[str]:
-    """Reasons why changes are not admitted without others."""
+    """Return reasons why changes are not possible without others."""
     return [
         f"{names.get(change.axis, change.axis)} not alone: {change.why_not}"
         for change in today.changes
@@ -179,7 +179,7 @@ def not_alone(today: CurrentPlan, names: Mapping[str, str]) -> list[str]:
 
 
 def option_rows(options: Iterable[OptionChange]) -> list[tuple[str, str]]:
-    """Options of a launch file, and what becomes of them."""
+    """Return options of a launch file with their changes."""
     return [(option.option, _option_change(option)) for option in options]
 
 

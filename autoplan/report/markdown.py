@@ -1,4 +1,4 @@
-"""A plan as a block of Markdown, for the pull request or the page that proposes a run."""
+"""Plan as a block of Markdown, for a pull request or a page that proposes a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoplan.spec.plan_file import PlanFile
 
 
 def markdown(file: PlanFile, steps: Iterable[str] = ()) -> str:
-    """Return plan, figures, times and commands as Markdown, with tables and folded parts of GitHub and GitLab."""
+    """Return plan, figures, times and commands as Markdown, with tables and collapsed sections of GitHub and GitLab."""
     best = file.best
     terms = [
         (term_name(name), format_seconds(value), format_percent(value / best.step_s))
@@ -51,5 +51,5 @@ def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]
 
 
 def _cell(text: str) -> str:
-    """A text that ends no cell and opens no tag."""
+    """Escape text that could end a cell or open a tag."""
     return text.replace("|", "\\|").replace("<", "&lt;")

@@ -21,7 +21,7 @@ SHOWN_PLANS = 8
 
 
 def describe_kind(kind: ReplicaKind, names: Sequence[str]) -> str:
-    """A kind of replica in a few words: '4 x (h100-sxm tp 8: 20 | a100-sxm tp 8: 12) of 16 micro-batches of 1'."""
+    """Describe a kind of replica: '4 x (h100-sxm tp 8: 20 | a100-sxm tp 8: 12) of 16 micro-batches of 1'."""
     runs_of: list[tuple[tuple[int, int], list[int]]] = []
     for stage in kind.stages:
         if not runs_of or runs_of[-1][0] != (stage.part, stage.tp):
@@ -34,19 +34,19 @@ def describe_kind(kind: ReplicaKind, names: Sequence[str]) -> str:
 
 
 def describe(plan: MixedPlan, names: Sequence[str]) -> str:
-    """A plan in one line."""
+    """Describe a plan in one line."""
     return ", ".join([" + ".join(describe_kind(kind, names) for kind in plan.kinds), *common_words(plan)])
 
 
 def common_words(plan: MixedPlan) -> list[str]:
-    """Say what all replicas have in common, as of a plain plan with as many."""
+    """Describe the common axes of all replicas, as for a plain plan with the same number of replicas."""
     words = replace(plan.common, dp_shard=plan.num_replicas // plan.common.dp_replicate).describe().split(", ")
     degrees = [f"{axis} {getattr(plan.common, axis)}" for axis in ("cp", "ep") if getattr(plan.common, axis) > 1]
     return degrees + words[2:]
 
 
 def sizes(cluster: MixedCluster) -> str:
-    """The parts in a few words: '8 x 8 h100-sxm + 16 x 8 a100-sxm'."""
+    """Describe the parts: '8 x 8 h100-sxm + 16 x 8 a100-sxm'."""
     return " + ".join(f"{part.num_nodes} x {part.devices_per_node} {part.device.name}" for part in cluster.parts)
 
 
@@ -78,7 +78,7 @@ def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
 
 
 def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False) -> None:
-    """Print the answer and its stages; with `details` also where its time goes, and what else would do."""
+    """Print the answer and its stages; with `details` also the breakdown of its time, and other plans."""
     names, best = file.cluster.part_names, file.best
     print_mixed_answer(console, file)
     console.print()
@@ -98,7 +98,7 @@ def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False)
 
 
 def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str:
-    """Sentence on how far the answer is from what the bounds leave open, and what the parts reach alone."""
+    """Return a sentence on the gap left by the bounds, and the best steps of single parts."""
     rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
     gap = certificate.gap
     proof = f"no plan in the search space is more than {format_percent(gap)} faster" if gap else "proven"
@@ -109,7 +109,7 @@ def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str
 
 
 def waiting(cost: MixedCost, stages: Sequence[PlacedStage]) -> Iterator[tuple[str, str]]:
-    """(label, text) of the stage with most work, of the one nearest to its capacity, and of replicas that wait."""
+    """Yield (label, text) for the stage with the most work, the one nearest to its capacity, and waiting replicas."""
     slowest, fullest = max(stages, key=lambda stage: stage.busy_s), max(stages, key=lambda stage: stage.fill)
     if len(stages) > 1:
         yield "slowest", f"{slowest.place.words}: busy for {format_percent(slowest.busy_s / cost.step_s)} of the step"

@@ -12,7 +12,7 @@ from autoplan.spec.search_result import RankedPlan
 
 
 def print_replan(console: Console, summary: ReplanSummary) -> None:
-    """Print the plan of before, that of the same layout and the best one on what is left, and what changing costs."""
+    """Print the previous plan, the same layout and the best plan on the remaining nodes, and the cost of switching."""
     grid = labelled()
     grid.add_row("before", f"{_described(summary.before)} on {summary.nodes_before} nodes")
     grid.add_row("now", f"{_described(summary.after)} on {summary.nodes_used} of {summary.nodes_left} nodes")

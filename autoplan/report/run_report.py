@@ -1,4 +1,4 @@
-"""Training run on a terminal: time, money and energy, and on how many nodes."""
+"""Training run on a terminal: time, cost and energy, by number of nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoplan.spec.run_report import RunFigures, RunPlan, RunReport, SizeOutcome
 JOULES_PER_MWH = 3.6e9
 SHOWN_FRONT = 40
 
-# Columns, the ones that matter most first: header, how a cell reads, None where the figure is not known.
+# Columns, the most important ones first: header, and the text of a cell, None if the figure is unknown.
 FIGURES: tuple[tuple[str, Callable[[RunFigures], str | None]], ...] = (
     ("devices", lambda figures: f"{figures.num_devices:,}"),
     ("tokens/s", lambda figures: f"{figures.tokens_per_s:,.0f}"),
@@ -35,21 +35,21 @@ def _shown(value: float | None, shown: Callable[[float], str]) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Line of a table of runs: where, its best plan, or what no plan beats and why there is none."""
+    """Row of a table of runs: places, and the best plan, or the bound on plans and why there is none."""
 
-    places: tuple[str, ...] = ()  # a cell for every one of the table's columns of places
+    places: tuple[str, ...] = ()  # one cell per column of places
     best: RunPlan | None
     least: RunFigures | None = None
     why: str = ""
 
     @property
     def figures(self) -> RunFigures | None:
-        """Figures of the best plan, or the bound."""
+        """Figures of the best plan, or else the bound."""
         return self.best.figures if self.best else self.least
 
 
 def print_run(console: Console, report: RunReport) -> None:
-    """Print the figures of the run, then the front of several objectives, then all sizes where there are several."""
+    """Print the figures of the run, then the front of several objectives, then all sizes if there are several."""
     console.print()
     grid = labelled()
     for label, text in run_lines(report.best):
@@ -72,7 +72,7 @@ def _size_row(size: SizeOutcome) -> Row:
 
 
 def run_lines(best: RunPlan) -> Iterable[tuple[str, str]]:
-    """(label, text) of what a run with a plan takes."""
+    """Yield (label, text) for the figures of a run with a plan."""
     figures, plan = best.figures, best.plan
     yield (
         "goodput",
@@ -98,7 +98,7 @@ def run_lines(best: RunPlan) -> Iterable[tuple[str, str]]:
 
 
 def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> None:
-    """Print a table of runs, of several rows without the figures that are the same in all, then the plan of each."""
+    """Print a table of runs, without columns that are equal in all of several rows, then the plan of each."""
     figures = [row.figures for row in rows if row.figures]
     texts = {head: {text(row) for row in figures} for head, text in FIGURES}
     shown = [

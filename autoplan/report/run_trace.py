@@ -1,4 +1,4 @@
-"""Traces of a step that ran, on a terminal: what the ranks did, and what was predicted beside it."""
+"""Traces of a measured step on a terminal: activity of the ranks, next to the prediction."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ TITLES = {
     "copies": "copies, exposed",
     "idle": "nothing runs",
 }
-Row = tuple[str, Sequence[float]]  # what, and its seconds on every rank
+Row = tuple[str, Sequence[float]]  # activity, and its seconds on every rank
 
 
 def print_ranks(console: Console, headline: str, rows: Sequence[Row], steps_s: Sequence[float]) -> None:
-    """Print what the ranks did in a step, in seconds that add up to it."""
+    """Print the activity of the ranks in a step, in seconds that add up to the step."""
     print_part(console, escape(headline))
     console.print()
     step_s = float(np.mean(steps_s))
@@ -45,7 +45,7 @@ def print_ranks(console: Console, headline: str, rows: Sequence[Row], steps_s: S
 
 
 def print_timers(console: Console, headline: str, timers_s: Mapping[str, float], step_s: float) -> None:
-    """Print the timers of a log, in seconds and as shares of a step; one may be a part of another."""
+    """Print the timers of a log, in seconds and as shares of a step; timers may be nested."""
     print_part(console, escape(headline))
     if timers_s:
         console.print()
@@ -58,7 +58,7 @@ def print_timers(console: Console, headline: str, timers_s: Mapping[str, float],
 def print_compared(
     console: Console, terms: Sequence[tuple[str, float, float]], predicted_s: float, measured_s: float
 ) -> None:
-    """Print (what, predicted, measured), in seconds, and what the difference is of the step."""
+    """Print (activity, predicted, measured) in seconds, and the difference as a share of the step."""
     cells = [
         (
             term,

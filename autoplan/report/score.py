@@ -1,4 +1,4 @@
-"""Quality of predictions of measured runs: errors, intervals, ranks, picks, memory and verdicts, by source."""
+"""Quality of predictions for measured runs: errors, intervals, ranks, picks, memory and verdicts, by source."""
 
 from __future__ import annotations
 
@@ -31,15 +31,16 @@ COLUMNS = (
     "oomF1",
 )
 COUNTS = ("runs", "finished", "groups")
-LEAST_PLANS = 4  # of a decision, for a rank correlation or a regret
+LEAST_PLANS = 4  # plans of a decision needed for a rank correlation or a regret
 
 Row = dict[str, float | None]
 
 
 def score_by_source(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> dict[str, Row]:
-    """A row of `COLUMNS` for every source, for all runs and for the mean of the sources; None where nothing counts.
+    """Return a row of `COLUMNS` for every source, for all runs and for the mean of sources; None without data.
 
-    Errors, bias, width and regret are in percent.  A finished run without a price is 100 % off and not covered.
+    Errors, bias, width and regret are in percent.  A finished run without a prediction counts as 100 % off and not
+    covered.
     """
     by_source: dict[str, list[RunOutcome]] = defaultdict(list)
     for outcome in outcomes:
@@ -54,7 +55,7 @@ def score_by_source(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Pr
 
 
 def score(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> Row:
-    """Row of `COLUMNS`."""
+    """Return a row of `COLUMNS`."""
     return {
         "runs": len(outcomes),
         **_steps(outcomes, predictions),
@@ -93,7 +94,7 @@ def _steps(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Prediction]
 
 
 class _Choice:
-    """Distinct plan of a decision; repeats of it are averaged."""
+    """Distinct plan of a decision; repeated runs are averaged."""
 
     def __init__(self, members: Sequence[RunOutcome], predictions: Mapping[str, Prediction]) -> None:
         predicted = [predictions[member.id] for member in members if member.id in predictions]
@@ -133,7 +134,7 @@ def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Predict
 
 
 def _pick(choices: Sequence[_Choice]) -> _Choice | None:
-    """The fastest of those that are said to fit; of the risky ones only where none fits."""
+    """Return the fastest plan predicted to fit, or the fastest risky one if none fits."""
     for verdict in ("fits", "risky"):
         if candidates := [choice for choice in choices if choice.verdict == verdict and choice.predicted_s]:
             return min(candidates, key=lambda choice: choice.predicted_s or 0.0)
@@ -141,7 +142,7 @@ def _pick(choices: Sequence[_Choice]) -> _Choice | None:
 
 
 def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Kendall's tau-b of two rankings; None where one of them is all ties."""
+    """Kendall's tau-b of two rankings; None if one of them has only ties."""
     concordant = first_untied = second_untied = 0
     for (a, b), (c, d) in combinations(pairs, 2):
         first, second = (a > c) - (a < c), (b > d) - (b < d)
@@ -178,7 +179,7 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 
 
 def score_table(rows: Mapping[str, Row]) -> str:
-    """The rows as text in columns."""
+    """Return the rows as text in columns."""
     lines = [f"{'source':16}" + "".join(f"{name:>9}" for name in COLUMNS)]
     lines += [
         f"{source:16}" + "".join(f"{_cell(name, row[name]):>9}" for name in COLUMNS) for source, row in rows.items()

@@ -1,4 +1,4 @@
-"""Parts that all output on a terminal shares: consoles, tables, and the names of times and memory."""
+"""Shared parts of terminal output: consoles, tables, and the names of times and memory."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.terms import OTHER_RANKS, TERMS, UPDATE_TERMS
 
-LEAST_GAP = 5e-4  # of two steps that are not called level: what is printed as 0.0 % is none
-LEAST_TEXT = 16  # columns that a cell of words gets before columns of numbers are left out
-LEAST_SHOWN_S = 5e-8  # less would read as 0.0 us
+LEAST_GAP = 5e-4  # relative difference of two steps below which they are level; less would show as 0.0 %
+LEAST_TEXT = 16  # minimum width of text cells; columns of numbers are omitted first
+LEAST_SHOWN_S = 5e-8  # less would show as 0.0 us
 END_OF_STEP = (*UPDATE_TERMS, "overhead")
 WAITS = ("pipeline_bubble", "pipeline_send", *OTHER_RANKS)
 MOST_MEMORY_COLUMNS = 8
@@ -59,12 +59,12 @@ TERM_NAMES = {term.name: term.title for term in TERMS} | {
 
 
 def make_console(stream: TextIO | None = None) -> Console:
-    """A console that is plain where `stream` (stdout) is no terminal, and obeys NO_COLOR and COLUMNS."""
+    """Return a console that is plain if `stream` (stdout) is not a terminal, and obeys NO_COLOR and COLUMNS."""
     return Console(file=stream or sys.stdout, highlight=False, soft_wrap=False, emoji=False)
 
 
 def print_part(console: Console, part: Table | str) -> None:
-    """Print a part; into a file or pipe without the blanks that fill its lines."""
+    """Print a part; without trailing blanks into a file or pipe."""
     if console.is_terminal:
         console.print(part)
         return
@@ -75,7 +75,7 @@ def print_part(console: Console, part: Table | str) -> None:
 
 
 def term_name(name: str) -> str:
-    """Name of a term of an estimate on screen."""
+    """Return the display name of a term of an estimate."""
     return TERM_NAMES.get(name, name.replace("_", " "))
 
 
@@ -89,8 +89,8 @@ def print_table(
 ) -> None:
     """Print a borderless table; each column is (header, whether its cells are numbers).
 
-    A narrow terminal folds words but never a number: columns after the first `keep` are left out from the right, and
-    a line says which.  Where `least_header` is given, headers of numbers fold to so many columns first.
+    A narrow terminal folds words but never a number: columns after the first `keep` are omitted from the right, and a
+    line names them.  With `least_header` headers of numbers first fold to that width.
     """
     rows = list(rows)
     cells = [
@@ -126,12 +126,12 @@ def print_table(
 
 
 def _room(widths: Sequence[int]) -> int:
-    """Columns of a terminal that columns of these widths take, with the gaps between them."""
+    """Terminal width of columns with these widths, including gaps."""
     return sum(widths) + 2 * (len(widths) - 1)
 
 
 def labelled(columns: int = 2) -> Table:
-    """A grid of labels and what they stand for, in the last of the columns."""
+    """Return a grid of labels with their texts in the last column."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in range(columns - 1):
         grid.add_column(no_wrap=True)
@@ -140,13 +140,13 @@ def labelled(columns: int = 2) -> Table:
 
 
 def repetitions(counts: Iterable[object]) -> str:
-    """Counts with their repetitions told once: '7, 14 x 8, 7'."""
+    """Return counts with repetitions merged: '7, 14 x 8, 7'."""
     repetitions = [(count, len(list(same))) for count, same in groupby(counts)]
     return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in repetitions)
 
 
 def number_ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers with neighbours joined: '0-3+6'."""
+    """Return whole numbers with consecutive ones joined: '0-3+6'."""
     repetitions: list[list[int]] = []
     for number in sorted(numbers):
         if repetitions and number == repetitions[-1][-1] + 1:
@@ -157,7 +157,7 @@ def number_ranges(numbers: Iterable[int]) -> str:
 
 
 def print_next_steps(console: Console, *steps: tuple[str, str]) -> None:
-    """Print next steps by label: a command on one line whatever the width, so that it can be copied, words folded."""
+    """Print next steps by label: commands on one line for copying, text folded."""
     console.print()
     width = max(len(label) for label, _ in steps) + 3
     for label, text in steps:
@@ -168,7 +168,7 @@ def print_next_steps(console: Console, *steps: tuple[str, str]) -> None:
 
 
 def print_terms(console: Console, best: RankedPlan | MixedCost, *, has_sum: bool = False) -> None:
-    """Print the time of a step, a row a term, and in all if asked."""
+    """Print the time of a step, one row per term, optionally with the sum."""
     rows = [
         (term_name(name), format_seconds(value), format_percent(value / best.step_s))
         for name, value in best.terms_s.items()
@@ -180,5 +180,5 @@ def print_terms(console: Console, best: RankedPlan | MixedCost, *, has_sum: bool
 
 
 def summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
-    """Bytes of the terms of `MEMORY_SUMS` that make one sum."""
+    """Bytes of the memory terms in one sum of `MEMORY_SUMS`."""
     return sum(stage.memory_terms_bytes.get(name, 0.0) for name in names)

@@ -1,4 +1,4 @@
-"""Records behind a plan's step time, in the words and cells that the terminal and the page share."""
+"""Records behind a plan's step time, as texts and cells shared by the terminal and the page."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ RECORD_COLUMNS: tuple[tuple[str, bool], ...] = (
     ("spread", True),
     *(("torch", False), ("collectives", False), ("driver", False)),
 )
-MOST_NEIGHBOURS = 3  # records that are named of a time between measured shapes
-LEAST_SHARE = 5e-4  # of a term, that would not read as 0.0 %
+MOST_NEIGHBOURS = 3  # records named for an interpolated time
+LEAST_SHARE = 5e-4  # of a term; less would show as 0.0 %
 
 
 def print_step_sources(console: Console, file: PlanFile, sources: StepSources, path: str) -> None:
-    """Print what serves each time that the plan's price looks up, and who measured the records where and when."""
+    """Print the source of each time that pricing the plan looks up, and where and when the records were measured."""
     print_answer(console, file)
     console.print()
     print_table(console, NEED_COLUMNS, [[escape(cell) for cell in row] for row in need_rows(sources)], keep=5)
@@ -46,7 +46,7 @@ def print_step_sources(console: Console, file: PlanFile, sources: StepSources, p
 
 
 def remarks(sources: StepSources) -> Iterator[str]:
-    """Yield where the records are, for which machine they were read, and which of them are not told of."""
+    """Yield remarks on the records' database, their machine, and omitted records."""
     if not sources.timings:
         yield "nothing was measured: the plan is priced from published measurements and datasheets"
         return
@@ -62,7 +62,7 @@ def remarks(sources: StepSources) -> Iterator[str]:
 
 
 def need_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of `NEED_COLUMNS`: term after term, of each those first that it rests on most."""
+    """Yield the cells of `NEED_COLUMNS` by term, largest shares first."""
     by_term: dict[str, list[NeededTime]] = {}
     for need in sources.needed:
         by_term.setdefault(_term_of(need, sources), []).append(need)
@@ -87,7 +87,7 @@ def need_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
 
 
 def _term_of(need: NeededTime, sources: StepSources) -> str:
-    """Return the term that a time enters most; blank where it counts with others only."""
+    """Return the term with the largest share of a time; blank if it only counts together with others."""
     return max(
         need.terms,
         key=lambda name: -1.0 if name in OTHER_RANKS else sources.terms_s.get(name, 0.0) * (need.terms[name] or 1.0),
@@ -101,7 +101,7 @@ def _is_shown(need: NeededTime, term: str) -> bool:
 
 
 def _need_rows(title: str, need: NeededTime, share: float | None) -> Iterator[tuple[str, ...]]:
-    """Yield the row of a time, and those of the records between which, or from which, it is had."""
+    """Yield the row of a time, and the records from which it is interpolated or scaled."""
     shape = f"{need.operation} {_sizes(need.shape)} {need.dtype}"
     is_timed = need.served in ("measured", "disturbed")
     key = need.sources[0].source if is_timed and need.sources else ""
@@ -117,7 +117,7 @@ def _shown_sources(need: NeededTime) -> list[TimeSource]:
 
 
 def record_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of `RECORD_COLUMNS` of each record that is named, those that the step rests on most first."""
+    """Yield the cells of `RECORD_COLUMNS` for each named record, largest shares of the step first."""
     keys = (source.source for need in sources.needed for source in _shown_sources(need))
     for key in dict.fromkeys(keys):
         if facts := sources.records.get(key):
@@ -129,12 +129,12 @@ def record_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
 
 
 def _within(spread: float) -> str:
-    """Return half of the 90 % interval of a time with this spread of its logarithm."""
+    """Return half the width of the 90 % interval of a time with this log spread."""
     return f"+-{100 * math.expm1(NORMAL_90 * spread):.1f} %"
 
 
 def age_words(facts: RecordFacts) -> str:
-    """Return how old a record is, in days."""
+    """Return the age of a record in days."""
     return "" if facts.age_days is None else f"{max(facts.age_days, 0.0):,.0f} d"
 
 

@@ -1,6 +1,6 @@
 """Timeline of a step as Chrome trace events, for ui.perfetto.dev and other viewers.
 
-One process is one pipeline stage, whose ranks all do the same, one thread a stream of its work; a counter is the
+Each pipeline stage, whose ranks all do the same, is a process, each of its streams a thread; a counter shows the
 memory.  Format: Chrome's "Trace Event Format", JSON object form, times in microseconds.
 """
 
@@ -18,7 +18,7 @@ from autoplan.spec.terms import STREAMS
 
 
 def trace_json(line: Timeline, plan: str) -> str:
-    """The trace of one step of a plan, which is told in words, as a file has it."""
+    """Return the trace of one step as the text of a file; `plan` is the description of the plan."""
     return msgspec.json.encode(
         {
             "traceEvents": [event for at, rank in enumerate(line.ranks) for event in _process(at, rank)],
@@ -34,8 +34,8 @@ def trace_json(line: Timeline, plan: str) -> str:
 
 
 def _process(at: int, rank: RankTimeline) -> Iterator[dict[str, Any]]:
-    """Events of a stage: names first, then slices by thread, then the counter."""
-    pid = at + 1  # 0 stands for the idle process of a machine
+    """Yield the events of a stage: names first, then slices by thread, then the counter."""
+    pid = at + 1  # 0 is the idle process of a machine
     ranks = f"rank{'s' * (len(rank.ranks) > 1)} {number_ranges(rank.ranks)}"
     yield _metadata_event(pid, 0, "process_name", f"{rank.place.words}: {ranks}")
     yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": at}}
@@ -59,7 +59,7 @@ def _metadata_event(pid: int, tid: int, kind: str, name: str) -> dict[str, Any]:
 
 
 def _lanes(events: Iterable[Event]) -> list[list[tuple[Event, int, int]]]:
-    """(event, start, end in nanoseconds) in as few lanes as keep events apart: slices of a thread must nest."""
+    """Return (event, start, end in nanoseconds) in the fewest lanes without overlap: slices of a thread must nest."""
     lanes: list[list[tuple[Event, int, int]]] = []
     for event in sorted(events, key=lambda item: item.start_s):
         start, end = _nanoseconds(event.start_s), _nanoseconds(event.start_s + event.duration_s)
@@ -86,7 +86,7 @@ def _slice(pid: int, tid: int, event: Event, start: int, end: int) -> dict[str, 
 
 
 def _nanoseconds(seconds: float) -> int:
-    """Round as readers of traces do, so that neighbours keep a common border."""
+    """Round as trace readers do, so that neighbours keep a common border."""
     return round(seconds * 1e9)
 
 

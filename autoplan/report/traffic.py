@@ -1,4 +1,4 @@
-"""Traffic of a step on a terminal: by communicator, and in all on every level."""
+"""Traffic of a step on a terminal: by communicator, and in total on every level."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.console import Console
 from autoplan.base.units import format_percent, format_volume
 from autoplan.report.terminal import print_table
 
-if TYPE_CHECKING:  # of the cost model, which a cluster alone does not need
+if TYPE_CHECKING:  # the cost model is not needed for a cluster alone
     from autoplan.cost.collectives.traffic import StepTraffic
 
 OPERATION_NAMES = {
@@ -23,7 +23,7 @@ OPERATION_NAMES = {
 
 
 def print_traffic(console: Console, step: StepTraffic) -> None:
-    """Print what a device sends in a step over the links of every level, one direction."""
+    """Print the bytes per device and step on the links of every level, one direction."""
     console.print()
     console.print(
         f"Traffic of a device of stage {step.stage} per step, exposed or not; on shared links, its share",
@@ -52,7 +52,7 @@ def print_traffic(console: Console, step: StepTraffic) -> None:
 
 
 def traffic_json(step: StepTraffic) -> dict[str, Any]:
-    """Traffic of a step in SI units, for JSON."""
+    """Return the traffic of a step in SI units, for JSON."""
     return {
         "stage": step.stage,
         "levels": [

@@ -11,7 +11,7 @@ from autoplan.spec.tune_report import TriedPlan, TuneReport
 
 
 def print_tuned(console: Console, report: TuneReport) -> None:
-    """The best plan, all trials in the order of their measured steps, and why there were no more."""
+    """Print the best plan, all trials sorted by measured step, and the reason for stopping."""
     if report.best is not None and report.best_s is not None:
         plan = report.best.plan
         runs = [str(trial.number) for trial in report.trials if trial.plan == plan and trial.measured_s is not None]
@@ -38,7 +38,7 @@ def print_tuned(console: Console, report: TuneReport) -> None:
 
 
 def _order(trial: TriedPlan) -> tuple[bool, float, int]:
-    """Measured ones first, the fastest of them first."""
+    """Sort key: measured trials first, the fastest of them first."""
     is_timed = trial.measured_s is not None
     pace = trial.measured_s / trial.plan.global_batch if trial.measured_s is not None else 0.0
     return not is_timed, pace, trial.number

@@ -1,4 +1,4 @@
-"""Predicted memory beside the memory of torch's own tensors, stage by stage, as text."""
+"""Predicted memory next to the memory of torch's own tensors, by stage, as text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autoplan.report.terminal import print_part, print_table
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.plan_file import PlanFile
 
-# Of the terms of a stage, what lies outside of the tensors.
+# Memory terms of a stage outside of tensors.
 _BEYOND_TENSORS = ("fragmentation", "cached", "communicators", "context")
 
 
 def print_verified(console: Console, file: PlanFile, peak_bytes: Mapping[int, float]) -> None:
-    """Predicted bytes beside those of the memory oracle, which may not have come to every stage."""
+    """Print predicted bytes next to those of the memory oracle, which may not cover every stage."""
     rows = []
     for stage in file.stages:
         predicted = tensor_bytes(stage)
@@ -32,5 +32,5 @@ def print_verified(console: Console, file: PlanFile, peak_bytes: Mapping[int, fl
 
 
 def tensor_bytes(stage: StageCost) -> float:
-    """Predicted bytes of the tensors alone."""
+    """Predicted bytes of tensors only."""
     return sum(size for name, size in stage.memory_terms_bytes.items() if name not in _BEYOND_TENSORS)

@@ -1,1 +1,1 @@
-"""Self-contained HTML page of a search: a module for every section, beside its style and scripts."""
+"""Self-contained HTML page of a search: one module per section, with style and scripts."""

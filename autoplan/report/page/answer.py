@@ -1,4 +1,4 @@
-"""Section of the answer: the plan, its time, rate and memory, and how sure the choice is."""
+"""Section of the answer: the plan, its time, rate and memory, and the confidence of the choice."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}
 
 
 def headline(content: PlanContent) -> Markup:
-    """Question as the headline of the page."""
+    """Return the question as the headline of the page."""
     file = content.file
     cluster, training = file.cluster, file.training
     places = f"{cluster.num_nodes:,} × {cluster.devices_per_node} {cluster.device.name}"
@@ -39,7 +39,7 @@ def headline(content: PlanContent) -> Markup:
 
 
 def answer(content: PlanContent) -> Markup:
-    """The plan and the figures that people ask for."""
+    """Return the plan and its main figures."""
     file = content.file
     choice = tag("p", sure(file), class_="sure") if file.certificate else None
     return tag(
@@ -56,7 +56,7 @@ def answer(content: PlanContent) -> Markup:
 
 
 def sure(file: PlanFile) -> str:
-    """The certificate, as a sentence."""
+    """Return the certificate as a sentence."""
     assert file.certificate is not None
     sentences = [proof_line(file.certificate)]
     if file.choice and file.choice.runner_up:
@@ -65,7 +65,7 @@ def sure(file: PlanFile) -> str:
 
 
 def _axes(file: PlanFile) -> Iterator[Markup]:
-    """Parts of a plan's description; degrees stand out."""
+    """Yield the parts of a plan's description, with highlighted degrees."""
     degrees, *options = file.best.plan.describe().split(", ")
     words = degrees.split()
     for axis, degree in zip(words[::2], words[1::2], strict=True):
@@ -85,7 +85,7 @@ def _warning(file: PlanFile) -> Child:
 
 
 def interval_figure(step_s: float, low_s: float, high_s: float) -> Markup:
-    """The step time with its interval."""
+    """Return the step time with its interval."""
     widest, text = 1.04 * high_s, f"{format_seconds(low_s)} to {format_seconds(high_s)}"
     drawn = bar(
         [Segment(name="90 % interval", colour="interval", share=(high_s - low_s) / widest, text=text)],
@@ -121,7 +121,7 @@ def _figures(file: PlanFile) -> Iterator[Markup]:
 
 
 def figure(label: str, value: str, drawn: Child, meaning: str) -> Markup:
-    """A figure with its label, a bar, and what it means."""
+    """Return a figure with its label, a bar and its meaning."""
     return tag(
         "div",
         tag("p", label, class_="label"),
@@ -133,7 +133,7 @@ def figure(label: str, value: str, drawn: Child, meaning: str) -> Markup:
 
 
 def _further_lines(file: PlanFile) -> Iterator[tuple[str, Child]]:
-    """Further lines of the answer, where there are any."""
+    """Yield further lines of the answer, if any."""
     if layers := layers_line(file):
         yield "layers", layers
     yield from training_lines(file.model, file.training)

@@ -10,7 +10,7 @@ from autoplan.report.page.html import Markup, tag
 
 
 def commands(content: Content) -> Markup:
-    """Commands with their purposes, to copy."""
+    """Return commands with their purposes, for copying."""
     refused = content.missing.get("start")
     sentence = f"No launch files for this plan: {refused}." if refused else None
     return section("next", "What to do next", sentence, tag("ol", *_items(content), class_="steps"))

@@ -1,4 +1,4 @@
-"""Content of a page: the plan file, and what was computed again for it."""
+"""Content of a page: the plan file, and further results computed for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoplan.spec.timing import Provenance
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """Something to type next."""
+    """A command to type next."""
 
     purpose: str
     command: str
@@ -25,19 +25,19 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """A value of the plan that may be changed on the page; empty where it follows from others."""
+    """A plan value that can be changed on the page; empty if it follows from others."""
 
     name: str
     label: str
     value: str
-    choices: tuple[str, ...] = ()  # none: any text
+    choices: tuple[str, ...] = ()  # empty: any text
     help: str
-    is_option: bool = False  # which few people change
+    is_option: bool = False  # rarely changed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
-    """Content of any page; a part that could not be had is empty, and `missing` says why, by the part's name."""
+    """Content of any page; an unavailable part is empty, and `missing` has the reason by the part's name."""
 
     file: PlanFile | MixedPlanFile
     stages: tuple[PlacedStage, ...]
@@ -46,28 +46,28 @@ class Content:
     missing: dict[str, str]
 
     def why_not(self, part: str) -> str:
-        """Sentence on why a part is not shown."""
+        """Return a sentence on why a part is not shown."""
         return f"Not shown: {self.missing[part]}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanContent(Content):
-    """The page of a plan of equal nodes."""
+    """Page of a plan on equal nodes."""
 
     file: PlanFile
     traffic: StepTraffic
-    rests_on: dict[str, dict[Provenance, Floats]]  # shares of every term of the step, a batch of one plan
-    front: tuple[RankedPlan, ...] = ()  # that no plan beats in both step time and memory, the fastest first
-    sizes: tuple[SizeOutcome, ...] = ()  # the best plans on fewer and on more nodes
+    rests_on: dict[str, dict[Provenance, Floats]]  # source shares of every step term, for one plan
+    front: tuple[RankedPlan, ...] = ()  # Pareto front of step time and memory, the fastest first
+    sizes: tuple[SizeOutcome, ...] = ()  # best plans on fewer and on more nodes
     sensitivity: Sensitivity | None = None
-    controls: tuple[Control, ...] = ()  # of a page that is served
-    pinned: tuple[PlanFile, ...] = ()  # to be compared with `file`
-    was_searched: bool = True  # and what is searched again is here, or missing; else it is no part of the page
-    records: StepSources | None = None  # behind the times; None where the plan was priced without measured ones
+    controls: tuple[Control, ...] = ()  # of a served page
+    pinned: tuple[PlanFile, ...] = ()  # for comparison with `file`
+    was_searched: bool = True  # parts from further searches are here or missing; otherwise they are not on the page
+    records: StepSources | None = None  # behind the times; None without measured times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedContent(Content):
-    """The page of a plan of a mixed cluster."""
+    """Page of a plan on a mixed cluster."""
 
     file: MixedPlanFile

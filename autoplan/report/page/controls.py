@@ -1,4 +1,4 @@
-"""Section of controls: what of the plan may be changed, and the plans that were pinned on the way."""
+"""Section of controls: changeable values of the plan, and pinned plans."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from autoplan.report.page.elements import folded, section
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.page.plans import compared
 
-USUAL = "as usual"  # what an empty choice is called
+USUAL = "as usual"  # label of an empty choice
 
 
 def controls(content: PlanContent) -> Markup | None:
-    """A form of everything that may be changed; a script asks for the price of what it holds."""
+    """Return a form of all changeable values; a script requests the price of its contents."""
     if not content.controls:
         return None
     buttons = (
@@ -38,7 +38,7 @@ def _fields(content: PlanContent, *, options: bool) -> Markup:
 
 
 def _field(control: Control) -> Markup:
-    """A label with its input, which the tip explains."""
+    """Return a label with its input, explained by a tip."""
     if control.choices:
         options = (
             tag("option", choice or USUAL, value=choice, selected=choice == control.value) for choice in control.choices
@@ -58,7 +58,7 @@ def _field(control: Control) -> Markup:
 
 
 def pinned(content: PlanContent) -> Markup | None:
-    """The plan that is shown beside those that were pinned; an empty place for them where none is yet."""
+    """Compare the shown plan with pinned ones; an empty element if there are none yet."""
     if not content.pinned:
         return tag("section", id="pinned", hidden=True) if content.controls else None
     names = ["shown", *(str(at) for at in range(1, len(content.pinned) + 1))]

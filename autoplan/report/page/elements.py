@@ -1,4 +1,4 @@
-"""Tables, bars, keys of colours and notes, from which the sections are built."""
+"""Elements of sections: tables, bars, colour keys and notes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoplan.report.page.html import Child, Markup, joined, tag
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A part of a bar: `colour` is the name of one in the style sheet, `share` that of the bar's whole width."""
+    """A part of a bar: `colour` is a name in the style sheet, `share` is relative to the bar's full width."""
 
     name: str
     colour: str
@@ -19,7 +19,7 @@ class Segment:
 
 
 def masthead(model: str, devices: str, training: str) -> Markup:
-    """The head of the page: what was trained on which devices, and what was asked of it."""
+    """Return the head of the page: model, devices and training."""
     return tag(
         "div",
         tag("p", "autoplan report", class_="brand"),
@@ -30,7 +30,7 @@ def masthead(model: str, devices: str, training: str) -> Markup:
 
 
 def section(name: str, title: str, summary: Child, *children: Child) -> Markup:
-    """A section with what it says in one sentence."""
+    """Return a section with a one-sentence summary."""
     head = tag("h2", title, id=f"{name}-title")
     return tag(
         "section",
@@ -43,9 +43,9 @@ def section(name: str, title: str, summary: Child, *children: Child) -> Markup:
 
 
 def table(caption: str, columns: Sequence[tuple[str, bool]], rows: Iterable[Sequence[Child]]) -> Markup:
-    """A table that scrolls where it is too wide; columns are (header, whether cells are numbers).
+    """Return a table that scrolls if it is too wide; columns are (header, whether cells are numbers).
 
-    The first cell names its row.  The caption is for those who cannot see what the table stands below.
+    The first cell is the row header.  The caption is for screen readers.
     """
     styles = ["number" if is_number else None for _, is_number in columns]
     head = [tag("th", name, scope="col", class_=style) for (name, _), style in zip(columns, styles, strict=True)]
@@ -68,19 +68,19 @@ def _table(caption: str, head: Iterable[Markup], body: Iterable[Markup], style: 
 
 
 def scrolling(label: str, *children: Child) -> Markup:
-    """Wrap content that may be wider than the page, so that the keyboard can scroll it as well."""
+    """Wrap content that may be wider than the page, so that it can also be scrolled by keyboard."""
     return tag("div", *children, class_="scrolling", role="region", aria_label=label, tabindex="0")
 
 
 def folded(summary: str, *children: Child) -> Markup:
-    """Fold content that only some readers want to see."""
+    """Collapse content for interested readers."""
     return tag("details", tag("summary", summary), *children)
 
 
 def bar(
     segments: Iterable[Segment], *, mark: float | None = None, start: float = 0.0, spoken: str | None = None
 ) -> Markup:
-    """Segments from `start`, and a line at `mark`, all shares; `spoken` is for those who cannot see it."""
+    """Return segments from `start`, and a line at `mark`, all as shares; `spoken` is for screen readers."""
     segments = [segment for segment in segments if segment.share > 0]
     if spoken is None:
         spoken = ", ".join(f"{segment.name} {segment.text}" for segment in segments)
@@ -101,7 +101,7 @@ def bar(
 
 
 def bars(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Child]], style: str = "") -> Markup:
-    """A chart that is its own table: of every row a name, a bar and its values."""
+    """Return a chart as a table: every row has a name, a bar and values."""
     name, drawn, *values = heads
     head = [tag("th", name, scope="col"), tag("th", drawn, scope="col", class_="drawn")]
     head += [tag("th", value, scope="col", class_="number") for value in values]
@@ -113,23 +113,23 @@ def bars(caption: str, heads: Sequence[str], rows: Iterable[Sequence[Child]], st
 
 
 def key(entries: Iterable[tuple[str, str]]) -> Markup:
-    """Key of colours: (colour, name)."""
+    """Return a colour key of (colour, name)."""
     items = (tag("li", tag("span", class_=f"swatch {colour}"), name) for colour, name in entries)
     return tag("ul", *items, class_="key")
 
 
 def note(*children: Child) -> Markup:
-    """A remark below a chart."""
+    """Return a remark below a chart."""
     return tag("p", *children, class_="note")
 
 
 def pairs(entries: Iterable[tuple[str, Child]]) -> Markup:
-    """A list of labels and what they stand for."""
+    """Return a list of labels and texts."""
     return tag("dl", *(joined([tag("dt", label), tag("dd", text)]) for label, text in entries), class_="pairs")
 
 
 def chart(name: str, label: str, colours: Markup, content: Markup) -> Markup:
-    """A chart that a script draws from `content`, with the key of its colours and buttons to move in it."""
+    """Return a chart drawn by a script from `content`, with a colour key and navigation buttons."""
     buttons = (
         tag("button", sign, type="button", data_zoom=action, aria_label=f"{hint_text}: {label}", title=hint_text)
         for sign, action, hint_text in (("+", "in", "Zoom in"), ("−", "out", "Zoom out"), ("↺", "all", "Show all"))

@@ -1,4 +1,4 @@
-"""Section of sensitivities: hardware figures that the step follows, and those that would change the plan."""
+"""Section of sensitivities: hardware figures that determine the step, and those that would change the plan."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from autoplan.report.page.html import Markup, tag
 from autoplan.spec.search_result import Sensitivity
 
 SHOWN_FLIPS = 5
-LEAST_SHOWN = 0.005  # per cent of the step, for one per cent more
+LEAST_SHOWN = 0.005  # per cent of the step per one per cent of a figure
 
 
 def importance(content: PlanContent) -> Markup:
-    """Elasticities of the step, and the nearest numbers at which another plan wins."""
+    """Return elasticities of the step, and the nearest figures at which another plan wins."""
     sensitivity = content.sensitivity
     title = "What the answer depends on"
     if sensitivity is None:

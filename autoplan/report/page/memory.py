@@ -1,4 +1,4 @@
-"""Section of memory: terms of the fullest stage, and every stage beside its capacity."""
+"""Section of memory: terms of the fullest stage, and all stages relative to their capacity."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoplan.report.page.times import alike, dense, stage_name
 from autoplan.report.terminal import MEMORY_NAMES, MEMORY_SUMS, summed_memory
 from autoplan.spec.estimate import PlacedStage
 
-# What the sums of `MEMORY_SUMS` are called.
+# Names of the sums in `MEMORY_SUMS`.
 SUM_NAMES = {
     "weights": "weights",
     "gradients": "gradients",
@@ -26,7 +26,7 @@ COLOUR_OF_TERM: dict[str, str] = {term: f"m-{name}" for name, terms in MEMORY_SU
 
 
 def memory(content: Content) -> Markup:
-    """The fullest stage as a waterfall, then all stages."""
+    """Return the fullest stage as a waterfall, then all stages."""
     worst = max(content.stages, key=lambda stage: stage.fill)
     scale = 1.02 * max(max(stage.place.capacity_bytes, stage.cost.memory_bytes) for stage in content.stages)
     kinds = alike(content.stages, lambda cost: cost.memory_terms_bytes)
@@ -72,7 +72,7 @@ def _free_bytes(stage: PlacedStage) -> float:
 
 
 def _capacities(stages: Iterable[PlacedStage]) -> str:
-    """Capacity of a device on every part of the cluster that is in use."""
+    """Return the device capacity of every used part of the cluster."""
     capacities = {stage.place.part: format_bytes(stage.place.capacity_bytes) for stage in stages}
     return ", ".join(f"{size} on {part}" if part else size for part, size in capacities.items())
 
@@ -107,7 +107,7 @@ def _stacked(stage: PlacedStage, scale: float) -> Markup:
 
 
 def _table(kinds: list[list[PlacedStage]]) -> Markup:
-    """Table with a row a stage and a column a term."""
+    """Return a table with one row per stage and one column per term."""
     firsts = [stages[0] for stages in kinds]
     names = [name for name in MEMORY_NAMES if any(stage.cost.memory_terms_bytes.get(name) for stage in firsts)]
     columns = [("stage", False), *((MEMORY_NAMES[name], True) for name in names)]

@@ -22,7 +22,7 @@ SHOWN_PLANS = 10
 
 
 def headline(content: MixedContent) -> Markup:
-    """Question as the headline of the page."""
+    """Return the question as the headline of the page."""
     file = content.file
     training_text = (
         f"{sizes(file.cluster)}; {file.training.precision}, {file.training.seq_len:,} tokens a sequence, global batch "
@@ -32,7 +32,7 @@ def headline(content: MixedContent) -> Markup:
 
 
 def answer(content: MixedContent) -> Markup:
-    """The plan and the figures that people ask for."""
+    """Return the plan and its main figures."""
     file = content.file
     line = certificate_line(file.certificate, file.cluster.part_names) if file.certificate else None
     return tag(
@@ -48,7 +48,7 @@ def answer(content: MixedContent) -> Markup:
 
 
 def _words(file: MixedPlanFile) -> Iterator[Markup]:
-    """Kinds of replicas with their letters, and what they have in common."""
+    """Yield the kinds of replicas with their letters, and their common axes."""
     plan, names = file.best.plan, file.cluster.part_names
     for letter, kind in zip(plan.letters, plan.kinds, strict=True):
         head = tag("strong", f"{letter} ") if letter else None
@@ -83,7 +83,7 @@ def _figures(content: MixedContent) -> Iterator[Markup]:
 
 
 def plans(content: MixedContent) -> Markup | None:
-    """The best plans of other structures, and why they lost."""
+    """Return the best plans of other structures, and why they lost."""
     file = content.file
     shown = (file.best, *file.alternatives[: SHOWN_PLANS - 1])
     if len(shown) == 1:
@@ -115,7 +115,7 @@ def _ranking(file: MixedPlanFile, shown: tuple[MixedCost, ...]) -> Iterator[tupl
 
 
 def parts(content: MixedContent) -> Markup:
-    """The parts of the cluster, and what joins them."""
+    """Return the parts of the cluster and the links between them."""
     file = content.file
     alone = file.certificate.rates_alone if file.certificate else None
     columns = [("part", False), ("nodes", True), ("devices", True), ("in use", True), ("memory of a device", True)]

@@ -15,7 +15,7 @@ from autoplan.topology.graph import quotient
 
 
 def network(content: PlanContent) -> Markup:
-    """Traffic of a device of the busiest stage, and the cluster with the traffic of its links."""
+    """Return the traffic per device of the busiest stage, and the cluster with the traffic on its links."""
     step, cluster = content.traffic, content.file.cluster
     drawing = Markup(draw(cluster, quotient(cluster), step))
     return section(

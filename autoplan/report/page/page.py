@@ -1,4 +1,4 @@
-"""HTML page, from its sections, in one file that needs nothing else."""
+"""Assembly of the self-contained HTML page from its sections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from autoplan.report.page.sources import mixed_sources, sources
 from autoplan.report.page.times import times
 from autoplan.report.page.today import today
 
-# Every section by the name in links to it, with what these are called; None: nothing leads to it.
+# Sections by their link name, with the link's text; None: no link.
 SECTIONS: dict[str, tuple[str | None, Callable[[PlanContent], Markup | None]]] = {
     "answer": (None, answer),
     "controls": ("change it", controls),
@@ -51,8 +51,8 @@ MIXED_SECTIONS: dict[str, tuple[str | None, Callable[[MixedContent], Markup | No
     "sources": ("sources", mixed_sources),
     "next": ("next steps", commands),
 }
-SEARCHED = ("today", "plans", "front", "scaling", "importance", "next")  # of the answer of a search alone
-STANDING = "controls"  # what a change does not replace
+SEARCHED = ("today", "plans", "front", "scaling", "importance", "next")  # only for the answer of a search
+STANDING = "controls"  # not replaced by a change
 C = TypeVar("C", bound=Content)
 
 STYLES = ("page.css",)
@@ -62,7 +62,7 @@ ASKS = "; connect-src 'self'"
 
 
 def page(content: PlanContent | MixedContent) -> str:
-    """The page as the text of a file."""
+    """Return the page as the text of a file."""
     name = f"{content.file.model.name} on {content.file.cluster.num_devices:,} devices: autoplan report"
     if isinstance(content, MixedContent):
         return page_text(name, mixed_sections.headline(content), _drawn(MIXED_SECTIONS, content))
@@ -70,7 +70,7 @@ def page(content: PlanContent | MixedContent) -> str:
 
 
 def parts(content: PlanContent) -> Iterator[tuple[str, Markup]]:
-    """The parts of the page that change with the plan, by their names."""
+    """Yield the parts of the page that change with the plan, by name."""
     yield "masthead", headline(content)
     yield from ((name, drawn) for name, (_, drawn) in _sections(content).items() if name != STANDING)
 
@@ -84,7 +84,7 @@ def _sections(content: PlanContent) -> dict[str, tuple[str | None, Markup]]:
 def _drawn(
     sections: Mapping[str, tuple[str | None, Callable[[C], Markup | None]]], content: C
 ) -> dict[str, tuple[str | None, Markup]]:
-    """The sections that there are, with what links to them are called."""
+    """Return the existing sections with the texts of their links."""
     return {name: (link, drawn) for name, (link, make) in sections.items() if (drawn := make(content))}
 
 
@@ -96,9 +96,9 @@ def page_text(
     start: str = "the plan",
     is_live: bool = False,
 ) -> str:
-    """Return a page of that name: its head, then sections from `start`; a live one may ask its server."""
+    """Return a page: its head, then sections from `start`; a live one may send requests to its server."""
     style, script = (_text(names) for names in (STYLES, (*SCRIPTS, LIVE_SCRIPT) if is_live else SCRIPTS))
-    # What is not this script does not run, and nothing is loaded, even if a name got past the escaping.
+    # Only this script runs, and nothing is loaded, even if a name got past the escaping.
     digest = b64encode(sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "

@@ -1,4 +1,4 @@
-"""Section of other plans: the best ones side by side, and the front of time and memory."""
+"""Section of other plans: the best ones side by side, and the Pareto front of time and memory."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ AXES: tuple[tuple[str, Callable[[ParallelPlan], str]], ...] = (
     ("offload", lambda plan: plan.offload),
 )
 OWN_ROWS = ("schedule", "sharding", "recompute", "offload")
-# Of which a row stands where plans differ.
+# Axes shown as a row if plans differ in them.
 OPTIONS = tuple(axis for axis in ALL_AXES if axis.kind in (Kind.FLAG, Kind.WORD) and axis.name not in OWN_ROWS)
 
 
 def plans(content: PlanContent) -> Markup | None:
-    """The best plans of other degrees, what each spends its time on, and why the winner wins."""
+    """Return the best plans of other degrees, the breakdown of their time, and why the winner wins."""
     file = content.file
     shown = (file.best, *file.alternatives[: SHOWN_PLANS - 1])
     if len(shown) == 1:
@@ -84,7 +84,7 @@ def _note_batches(shown: Sequence[RankedPlan]) -> Markup | None:
 
 
 def compared(files: Sequence[PlanFile], names: Sequence[str]) -> Markup:
-    """Plans of plan files as columns, which may be for unlike sizes; what differs from the first stands out."""
+    """Return plans as columns, possibly for different sizes; differences from the first are highlighted."""
     sizes: tuple[tuple[str, Callable[[PlanFile], str]], ...] = (
         ("nodes", lambda file: f"{file.cluster.num_nodes:,}"),
         ("sequence length", lambda file: f"{file.training.seq_len:,}"),
@@ -98,7 +98,7 @@ def _differing(name: str, values: Sequence[str]) -> tuple[Child, ...]:
 
 
 def _compared(shown: Sequence[RankedPlan], names: Sequence[str], first: Sequence[tuple[Child, ...]] = ()) -> Markup:
-    """Plans as columns; what differs from the first stands out."""
+    """Return plans as columns, with differences from the first highlighted."""
     columns = [("axis or term", False), *((name, True) for name in names[: len(shown)])]
     rows = [*first]
     for name, value in AXES:
@@ -126,7 +126,7 @@ def _compared(shown: Sequence[RankedPlan], names: Sequence[str], first: Sequence
 
 
 def _lost(file: PlanFile) -> Markup | None:
-    """Reasons why the plans that a person would think of first lost."""
+    """Return reasons why the baselines lost."""
     if not file.choice or not file.choice.obvious:
         return None
     texts = [text for label, text in choice_lines(file.best, file.choice) if label in ("not", "")]
@@ -138,7 +138,7 @@ def _lost(file: PlanFile) -> Markup | None:
 
 
 def front(content: PlanContent) -> Markup:
-    """The plans that no other beats: in the objectives of the run, else in step time and memory."""
+    """Return the Pareto front: in the objectives of the run, else in step time and memory."""
     file = content.file
     if file.run and len(file.run.front) > 1:
         return _front_of_run(file.run.front, file.run.objectives)
@@ -187,7 +187,7 @@ def _summary(front: Sequence[RankedPlan]) -> str:
 
 
 def _front_of_run(front: Sequence[RunPlan], objectives: Sequence[str]) -> Markup:
-    """Front of a run as a table: the objectives may be any two or more."""
+    """Return the front of a run as a table, for any two or more objectives."""
     from autoplan.report.run_report import FIGURES, SHOWN_FRONT
 
     shown = front[:SHOWN_FRONT]

@@ -1,4 +1,4 @@
-"""Plots of points over two axes, as data that a script draws."""
+"""Plots of points over two axes, as data for a script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoplan.report.page.html import Markup, data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axis:
-    """Axis of a plot; on a logarithmic one powers of `base` are round."""
+    """Axis of a plot; on a logarithmic one ticks are powers of `base`."""
 
     label: str
     scale: Literal["linear", "log"] = "linear"
@@ -21,7 +21,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """Points (x, y, what is said of it) that are joined in some way, in a colour of the style sheet."""
+    """Points (x, y, text), connected according to `kind`, in a colour of the style sheet."""
 
     name: str
     kind: Literal["point", "line", "steps", "dashes"]
@@ -30,7 +30,7 @@ class Series:
 
 
 def plot(label: str, x: Axis, y: Axis, series: Sequence[Series], limit: tuple[float, str] | None = None) -> Markup:
-    """Series over two axes; `limit` is a value of x with its name."""
+    """Return series over two axes; `limit` is a named value of x."""
     series = [line for line in series if line.points]
     content = {"x": asdict(x), "y": asdict(y), "series": [asdict(line) for line in series], "limit": limit}
     return chart("plot", label, key((line.colour, line.name) for line in series), data("content", content))

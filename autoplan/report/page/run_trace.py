@@ -1,4 +1,4 @@
-"""Page of traces of a run: the predicted step above those of the ranks, on one axis, and the terms side by side."""
+"""Page of traces of a run: predicted and measured steps on one axis, and their terms side by side."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.page import page_text
 
 COLUMNS = (("term", False), ("predicted", True), ("measured", True), ("of step", True))
-# What a rank does, with its colour in the style sheet and its name.
+# Activities of a rank, with their style-sheet colours and names.
 COLOURS: dict[str | None, tuple[str, str]] = {
     "gemm": ("forward", "matrix products"),
     "attention": ("backward", "attention"),
@@ -25,7 +25,7 @@ COLOURS: dict[str | None, tuple[str, str]] = {
 
 
 class TracedStep(NamedTuple):
-    """A step of one rank: pieces of (activity, start, end) in seconds, which fill it."""
+    """A step of one rank, filled by pieces of (activity, start, end) in seconds."""
 
     name: str
     pieces: Sequence[tuple[str | None, float, float]]
@@ -37,7 +37,7 @@ def trace_page(
     terms: Sequence[tuple[str, float, float]],
     remarks: Sequence[str],
 ) -> str:
-    """The page as the text of a file."""
+    """Return the page as the text of a file."""
     longest_s = max(step.pieces[-1][2] for step in (*predicted, *measured))
     rows = [*_rows("predicted", predicted, longest_s), *_rows("measured", measured, longest_s)]
     entries = dict.fromkeys(entry for activity, entry in COLOURS.items() if activity is not None)

@@ -13,7 +13,7 @@ from autoplan.spec.run_report import RunFigures, RunPlan
 
 
 def scaling(content: PlanContent) -> Markup:
-    """Tokens per second by devices, beside what perfect scaling would give."""
+    """Return tokens per second by devices, compared with perfect scaling."""
     title = "Fewer or more devices"
     best_plans = [size.best for size in content.sizes if size.best]
     if not best_plans:

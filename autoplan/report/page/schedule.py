@@ -16,7 +16,7 @@ from autoplan.report.page.html import Markup, data
 from autoplan.report.page.times import KINDS, or_none
 from autoplan.report.terminal import number_ranges, term_name
 
-MOST_MESSAGES = 100_000  # in one page
+MOST_MESSAGES = 100_000  # per page
 SHOWN_RANGES = 3
 TRAFFIC = KINDS["traffic"][1]
 COLOURS = {
@@ -28,7 +28,7 @@ COLOURS = {
 
 
 def schedule(content: Content) -> Markup:
-    """The step of one rank of every stage, and what each of them spends it on."""
+    """Return the step of one rank per stage, and the breakdown of its time."""
     timeline = content.schedule
     title = "The step, moment by moment"
     if timeline is None:
@@ -60,7 +60,7 @@ def _summary(timeline: Timeline) -> str:
 
 
 def _micro_batches(timeline: Timeline) -> str:
-    """Micro-batches whose passes come before the end of the step."""
+    """Describe the numbers of micro-batches and stages."""
     last = {rank.place.kind: rank.place for rank in timeline.ranks}
     if len(last) == 1:
         return f"Its {timeline.ranks[0].place.num_microbatches:,} micro-batches take the {len(timeline.ranks)} stages"
@@ -96,7 +96,7 @@ def _notes(timeline: Timeline) -> Iterable[str]:
 
 
 def _codes(rank: RankTimeline) -> list[tuple[str, int]]:
-    """The kinds of passes that a rank makes, by (kind, chunk)."""
+    """Return the kinds of a rank's passes by (kind, chunk)."""
     return list(dict.fromkeys((event.kind, event.chunk or 0) for event in rank.passes))
 
 
@@ -116,7 +116,7 @@ def _content(timeline: Timeline) -> dict[str, Any]:
 
 
 def _row(rank: RankTimeline, *, with_messages: bool) -> dict[str, Any]:
-    """Passes as numbers into a table of their kinds: the n-th of a kind is that of micro-batch n."""
+    """Return passes as indices into a table of kinds: the n-th of a kind is for micro-batch n."""
     codes = _codes(rank)
     number = {code: at for at, code in enumerate(codes)}
     kinds = []
@@ -154,7 +154,7 @@ def _row(rank: RankTimeline, *, with_messages: bool) -> dict[str, Any]:
 
 
 def _waits(rank: RankTimeline) -> dict[str, str]:
-    """Bubbles and waits for messages, in the order of time."""
+    """Return bubbles and waits for messages in time order."""
     waits = [event for event in rank.others if event.kind in ("pipeline_bubble", "pipeline_send")]
     return {
         "starts": _packed([wait.start_s for wait in waits]),
@@ -164,14 +164,14 @@ def _waits(rank: RankTimeline) -> dict[str, str]:
 
 
 def _ranks(rank: RankTimeline) -> str:
-    """The ranks that do the same, in short."""
+    """Return the identical ranks in short notation."""
     parts = number_ranges(rank.ranks).split("+")
     more = f" and so on, {len(rank.ranks):,} in all" if len(parts) > SHOWN_RANGES else ""
     return ", ".join(parts[:SHOWN_RANGES]) + more
 
 
 def _packed(values: Any, kind: type[np.generic] = np.float32) -> str:
-    """Numbers as base64 of their little-endian bytes: a long step has hundreds of thousands."""
+    """Return numbers as base64 of their little-endian bytes, as a long step has hundreds of thousands."""
     return b64encode(np.asarray(values).astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode()
 
 
@@ -187,7 +187,7 @@ def _colour(kind: str) -> str:
 
 
 def _table(timeline: Timeline) -> Markup:
-    """Table of how every stage spends its step; rows add up to the step."""
+    """Return a table of every stage's time; rows add up to the step."""
     names = {name: None for rank in timeline.ranks for name, seconds in rank.terms_s().items() if seconds > 0}
     columns = [("stage", False), ("ranks", False), *((term_name(name), True) for name in names)]
     rows = (

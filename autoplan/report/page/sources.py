@@ -27,7 +27,7 @@ TIMED: tuple[Provenance, ...] = ("measured", "disturbed", "interpolated", "scale
 
 
 def sources(content: PlanContent) -> Markup:
-    """The shares of the step that rest on each kind of source, and what the sources are."""
+    """Return the shares of the step by kind of source, and the sources."""
     file = content.file
     return sources_section(
         file,
@@ -42,7 +42,7 @@ def sources(content: PlanContent) -> Markup:
 
 
 def mixed_sources(content: MixedContent) -> Markup:
-    """Sources of each part of a mixed cluster, without shares of the step."""
+    """Return the sources of each part of a mixed cluster, without shares of the step."""
     file = content.file
     parts = zip(file.cluster.part_names, file.cluster.parts, file.calibrations, strict=True)
     summary = "Nothing was measured on this cluster: the step time is based on published measurements of its parts."
@@ -52,7 +52,7 @@ def mixed_sources(content: MixedContent) -> Markup:
 def sources_section(
     file: PlanFile | MixedPlanFile, parts: Sequence[tuple[str, ClusterSpec, Calibration]], summary: str, *shares: Child
 ) -> Markup:
-    """Section of sources: shares of the step, then the sources of every part's (name, cluster, calibration)."""
+    """Return the section: shares of the step, then the sources of every part (name, cluster, calibration)."""
     return section(
         "sources",
         "Where the numbers come from",
@@ -77,7 +77,7 @@ def _summary(content: PlanContent) -> str:
 
 
 def _records(content: PlanContent) -> Iterator[Markup]:
-    """Yield the records behind each term, folded, and what is to be said of them."""
+    """Yield the records behind each term, collapsed, with remarks."""
     if content.records is not None:
         caption = "Records behind each term of the step"
         rows = [(*row, *[""] * (len(NEED_COLUMNS) - len(row))) for row in need_rows(content.records)]

@@ -1,4 +1,4 @@
-"""Page of a team's timing database: what is known of which machine, how old and how spread it is, what is missing."""
+"""Page of a team's timing database: coverage of each machine, age and spread of its records, and gaps."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ COMPARED_COLUMNS = (("device", False), ("shapes", True), ("usually", True), ("at
 SLOW_COLUMNS = (("host", False), ("device", False), ("index", True), ("what", False), ("day", False))
 SERVED_COLUMNS = (("source", False), ("shapes", True))
 MISSING_COLUMNS = (("not measured", False), ("shapes", True))
-MOST_HOSTS = 4  # that are named of a machine
+MOST_HOSTS = 4  # named per machine
 
 
 def team_page(team: TeamOverview) -> str:
-    """The page as the text of a file."""
+    """Return the page as the text of a file."""
     head = tag(
         "div",
         tag("p", "autoplan timing database", class_="brand"),
@@ -124,7 +124,7 @@ def _slow(team: TeamOverview) -> Markup:
 
 
 def compared_words(team: TeamOverview) -> str:
-    """Say which shapes are compared; blank where all are."""
+    """Describe which shapes are compared; blank if all are."""
     if team.compared_share == 1:
         return ""
     return f"{format_percent(team.compared_share)} of the shapes are compared, the same ones everywhere"

@@ -13,9 +13,9 @@ from autoplan.report.terminal import LEAST_SHOWN_S, term_name
 from autoplan.spec.estimate import PlacedStage, StageCost
 from autoplan.spec.terms import OTHER_RANKS, UPDATE_TERMS
 
-MOST_ROWS = 20  # of the usual height
+MOST_ROWS = 20  # rows of the usual height
 
-# Kinds of time, each with its colour and terms.
+# Kinds of time with their colours and terms.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "compute": ("computing", ("gemm", "attention", "memory_bound", "recompute", "reference", "head")),
     "traffic": (
@@ -30,23 +30,23 @@ COLOURS = {term: kind for kind, (_, terms) in KINDS.items() for term in terms}
 
 
 def kind_seconds(terms_s: Mapping[str, float]) -> dict[str, float]:
-    """The terms of a step, or of a stage, summed by kind."""
+    """Sum the terms of a step, or of a stage, by kind."""
     return {kind: sum(terms_s.get(term, 0.0) for term in terms) for kind, (_, terms) in KINDS.items()}
 
 
 def kind_segments(terms_s: Mapping[str, float], whole_s: float) -> Iterator[Segment]:
-    """A bar of the kinds of time; one as long as `whole_s` fills its width."""
+    """Yield the segments of a bar of the kinds of time; `whole_s` is its full width."""
     for kind, seconds in kind_seconds(terms_s).items():
         yield Segment(name=KINDS[kind][0], colour=kind, share=seconds / whole_s, text=format_seconds(seconds))
 
 
 def kind_key() -> Markup:
-    """The colours of the kinds of time."""
+    """Return the colour key of the kinds of time."""
     return key((kind, name) for kind, (name, _) in KINDS.items())
 
 
 def times(content: Content) -> Markup:
-    """The step as a waterfall, and what keeps every stage busy."""
+    """Return the step as a waterfall, and the busy time of every stage."""
     file = content.file
     return section(
         "time",
@@ -69,7 +69,7 @@ def _summary(terms_s: Mapping[str, float], step_s: float) -> str:
 
 
 def _waterfall(terms_s: Mapping[str, float]) -> Iterator[tuple[str, Markup, str, str]]:
-    """Terms, each beginning where the one before it ends; last their sum."""
+    """Yield terms, each starting at the end of the previous one, and their sum."""
     total_s, before = sum(terms_s.values()), 0.0
     for name, seconds in terms_s.items():
         if seconds >= LEAST_SHOWN_S:
@@ -81,7 +81,7 @@ def _waterfall(terms_s: Mapping[str, float]) -> Iterator[tuple[str, Markup, str,
 
 
 def _stages(content: Content) -> Markup | None:
-    """Busy time of every stage beside the step's time, where there are several."""
+    """Return the busy time of every stage relative to the step, if there are several."""
     if len(content.stages) == 1:
         return None
     step_s = content.file.best.step_s
@@ -117,24 +117,24 @@ def _stages(content: Content) -> Markup | None:
 
 
 def or_none(seconds: float) -> str:
-    """A time of a term; what there is nothing of reads as that."""
+    """Return the time of a term as text, with a word for zero."""
     return format_seconds(seconds) if seconds >= LEAST_SHOWN_S else "–"
 
 
 def alike(stages: Iterable[PlacedStage], of: Callable[[StageCost], object]) -> list[list[PlacedStage]]:
-    """Neighbouring stages on the same devices that are the same in something, together."""
+    """Group neighbouring stages on the same devices by equal values of `of`."""
     return [
         list(same) for _, same in groupby(stages, key=lambda item: (item.place.kind, item.place.part, of(item.cost)))
     ]
 
 
 def dense(rows: Sequence[object]) -> str:
-    """The style of a table of this many rows."""
+    """Return the style of a table with this many rows."""
     return "dense" if len(rows) > MOST_ROWS else ""
 
 
 def stage_name(stages: Sequence[PlacedStage]) -> str:
-    """Name of a row of equal stages."""
+    """Return the name of a row of equal stages."""
     first, last = stages[0].place, stages[-1].place
     names = first.name if first == last else f"{first.name}–{last.name}"
     return f"{names} on {first.part}" if first.part else names

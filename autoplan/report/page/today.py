@@ -1,4 +1,4 @@
-"""Section of today's launch file: what leads from its plan to the best one, and the options that change."""
+"""Section of today's launch file: the changes from its plan to the best one, and the options that change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoplan.spec.explanation import CurrentPlan
 
 
 def today(content: PlanContent) -> Markup | None:
-    """Changes with what they bring, the options of the file that differ, and what was not read of it."""
+    """Return the changes with their gains, differing options of the file, and its unread options."""
     current = content.file.today
     if current is None:
         return None
