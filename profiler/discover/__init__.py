@@ -1,1 +1,1 @@
-"""Discovery of the parts of this machine or allocation: its tools and files are read into a `cluster.toml`."""
+"""Discovery of the hardware of this machine or allocation, from tools and files to a `cluster.toml`."""

@@ -1,4 +1,4 @@
-"""Nodes of this job, and the cluster that their reports describe together."""
+"""Nodes of this job, and the cluster described by all their reports."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from autoplan.topology.cluster import Fault, NodeGroup, SwitchTier
 
 
 def job_hosts(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """The nodes that Slurm gave to this job; none outside of one."""
+    """Return the nodes that Slurm allocated to this job; empty outside of a job."""
     text = variables.get("SLURM_JOB_NODELIST", "")
     return tuple(expand_hosts(text)) if text else ()
 
 
 def switches_above(variables: Mapping[str, str]) -> tuple[str, ...]:
-    """The switches of this node, innermost first, as Slurm tells a step: 'core.pod1.leaf3.gpu017' without its core."""
+    """Return the switches of this node, innermost first, from Slurm's 'core.pod1.leaf3.gpu017' without the core."""
     pattern = variables.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").split(".")
     names = variables.get("SLURM_TOPOLOGY_ADDR", "").split(".", maxsplit=len(pattern) - 1)
     if len(pattern) < 3 or len(names) != len(pattern) or {*pattern[:-1]} - {"switch", "block"}:
@@ -36,7 +36,7 @@ def switches_above(variables: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def gather(place: RankPlace, own_report: Report | None) -> list[Report] | None:
-    """Return node reports on rank 0, as text through the job's store: no device is touched; None elsewhere."""
+    """Return all node reports on rank 0, sent as text through the job's store without using devices; None elsewhere."""
     from torch.distributed.rendezvous import rendezvous
 
     limit = datetime.timedelta(seconds=START_S)
@@ -61,7 +61,7 @@ class MergedReports:
 
 
 def merge_all(reports: Sequence[Report]) -> MergedReports:
-    """Merge `reports` by host; one without a host describes them all."""
+    """Merge `reports` by host; a report without a host applies to all."""
     by_host: dict[str, list[ObservedNode]] = {}
     warnings: list[str] = []
     for report in reports:
@@ -89,10 +89,10 @@ def describe_all(
     name: str = "",
     device: str = "",
 ) -> Description:
-    """The cluster of the nodes that were found.
+    """Return the cluster of the observed nodes.
 
-    `hosts` are the nodes of the job where not all were seen, or `num_nodes` says how many there are: they are taken to
-    be alike.  `tree` holds the switches above them; where no node has a name the cluster is all of it.
+    If not all nodes were observed, `hosts` are the nodes of the job, or `num_nodes` is their number: they are assumed
+    to be equal.  `tree` has the switches above them; if no node has a name, the cluster is the whole tree.
     """
     if not reports.nodes:
         raise InputError("no source tells of a node: add what nvidia-smi topo -m, NCCL or lstopo say of one")
@@ -115,19 +115,19 @@ def describe_all(
 
 
 def _kind(node: ObservedNode) -> tuple[object, ...]:
-    """Return the devices and adapters that two nodes of one type have in common."""
+    """Return the devices and adapters that define the type of a node."""
     names = tuple(sorted(device.name for device in node.devices))
     return (names, tuple(sorted((nic.kind, nic.bytes_per_s or 0.0) for nic in training_nics(node))))
 
 
 def _usual(nodes: Mapping[str, ObservedNode]) -> ObservedNode:
-    """Return a node of the most frequent kind; of equally frequent ones, that with more devices."""
+    """Return a node of the most frequent type; of equally frequent types, the one with more devices."""
     counts = Counter(_kind(node) for node in nodes.values())
     return max(nodes.values(), key=lambda node: (counts[_kind(node)], len(node.devices), len(training_nics(node))))
 
 
 def _with_defects(description: Description, nodes: Mapping[str, ObservedNode], usual: ObservedNode) -> Description:
-    """The cluster with what is wrong with its nodes: as faults what can be priced, and as warnings all of it."""
+    """Return the cluster with the defects of its nodes: all as warnings, and priced ones also as faults."""
     cluster, nics = description.cluster, training_nics(usual)
     host_names = {name for group in cluster.nodes for name in group.names}
     warnings, faults = list(description.warnings), []
@@ -150,7 +150,7 @@ def _allocated(
     switches: Mapping[str, tuple[str, ...]],
     tree: SwitchTree | None,
 ) -> Description:
-    """The cluster with its nodes by name, on the switches that Slurm names where it does."""
+    """Return the cluster with its nodes by name, on the switches that Slurm reports, if any."""
     cluster, warnings = description.cluster, list(description.warnings)
     if tree is not None:
         groups, tier_nodes, source = tree.of(hosts), tree.tier_nodes, "topology of Slurm"
@@ -176,7 +176,7 @@ def _allocated(
 
 
 def _with_tree_tiers(description: Description, number: int, tree: SwitchTree) -> Description:
-    """The cluster with the tiers of Slurm's switches; which of their nodes it has is not known."""
+    """Return the cluster with the tiers of Slurm's switches; which nodes below them it has is unknown."""
     tiers = _tiers(tree.tier_nodes)
     num_listed = sum(len(group.names) for group in tree.groups)
     warning = (
@@ -191,7 +191,7 @@ def _with_tree_tiers(description: Description, number: int, tree: SwitchTree) ->
 
 
 def _with_tiers(remarks: Mapping[str, str], num_tiers: int, source: str) -> dict[str, str]:
-    """`remarks` with those on tiers replaced."""
+    """Return `remarks` with those on tiers replaced."""
     remarks_kept = {place: text for place, text in remarks.items() if not place.startswith("network.tiers")}
     remarks_kept |= {f"network.tiers[{at}].num_nodes": source for at in range(num_tiers)}
     assumed = "assumed: Slurm does not say, correct it"
@@ -209,7 +209,7 @@ def _grouped(hosts: Sequence[str], switches: Mapping[str, tuple[str, ...]]) -> t
 
 
 def _tiers(tier_nodes: Sequence[int]) -> tuple[SwitchTier, ...]:
-    """Tiers that hold so many nodes at most: each several whole ones of the one below."""
+    """Return tiers with at most so many nodes; each contains several complete tiers of the level below."""
     tiers: list[SwitchTier] = []
     for at, number in enumerate(tier_nodes):
         below = tiers[-1].num_nodes if tiers else 1

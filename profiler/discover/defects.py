@@ -1,4 +1,4 @@
-"""Defects of a node, beside what is usual for its kind."""
+"""Defects of a node, compared with a usual node of its type."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from autoplan.profiler.discover.fabric import Fabric
 from autoplan.profiler.discover.observed import ObservedNic, ObservedNode
 from autoplan.topology.cluster import NetworkSpec
 
-SAME_RATE = 0.02  # tools round rates in their own ways
+SAME_RATE = 0.02  # tolerance for rounded rates of different tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defect:
-    """Something that a person should look at; a part and what is left of its rate where that can be priced."""
+    """A problem that the user should look at; with the part and its remaining rate if it can be priced."""
 
     text: str
     part: Literal["nic", "link"] | None = None
-    index: int = 0  # of the NIC or device in its node
+    index: int = 0  # index of the NIC or device in its node
     rate_share: float = 1.0
 
 
 def defects_of(
     node: ObservedNode, usual: ObservedNode, fabric: Fabric | None, nics: Sequence[ObservedNic], network: NetworkSpec
 ) -> Iterator[Defect]:
-    """The defects of `node`, where `usual` has the adapters `nics` for training and `fabric` is that of `node`."""
+    """Yield the defects of `node` with `fabric`; `usual` is a normal node, with the training adapters `nics`."""
     if len(node.devices) != len(usual.devices):
         yield Defect(text=f"{len(node.devices)} devices where others have {len(usual.devices)}: leave the node out")
     elif {device.name for device in node.devices} != {device.name for device in usual.devices}:

@@ -1,4 +1,4 @@
-"""Description of an observed cluster: what sources say, over the shipped cluster of the same kind of node."""
+"""Description of an observed cluster: observations, completed by the shipped cluster with the same type of node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoplan.profiler.discover.observed import ObservedNic, ObservedNode, Path
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec
 
-# From whose network the efficiency and latency come where a node has another kind than the shipped one.
+# Clusters whose network efficiency and latency are used if a node has another network than the shipped one.
 _NETWORKS = {
     "infiniband": "h100-sxm",
     "roce": "mi300x",
@@ -22,13 +22,13 @@ _NETWORKS = {
     "slingshot": "frontier",
     "ethernet": "cpu",
 }
-_PCIE = "a100-pcie"  # whose efficiency and latency PCIe between devices has
+_PCIE = "a100-pcie"  # source of the efficiency and latency of PCIe between devices
 _NEAR = ("switch", "switches")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    """A cluster, where each figure of it comes from (by the place of the field), and what a person should look at."""
+    """A cluster, with the source of each value (by the place of the field), and warnings for the user."""
 
     cluster: ClusterSpec
     remarks: dict[str, str] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Description:
 
 
 def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: str = "") -> Description:
-    """A cluster of `num_nodes` such nodes; `device` is the id of a shipped one, where sources do not tell."""
+    """Describe a cluster of `num_nodes` such nodes; `device` is a shipped id for nodes without a known device."""
     identified = identify(node, device)
     spec, base = identified.device, _nearest(identified.shipped_id, node)
     size = len(node.devices) or base.devices_per_node
@@ -76,7 +76,7 @@ def describe(node: ObservedNode, *, num_nodes: int = 1, name: str = "", device: 
 
 
 def _nearest(device: str, node: ObservedNode) -> ClusterSpec:
-    """The shipped cluster of that device whose nodes are most like this one."""
+    """Return the shipped cluster with that device whose nodes are most similar to this one."""
     kinds = {nic.kind for nic in node.nics}
     shipped = [cluster for cluster in map(load_cluster, preset_clusters()) if cluster.device.name == device]
     return max(
@@ -125,7 +125,7 @@ def _rate(level: LinkLevel) -> str:
 
 
 def _shows_fabrics(node: ObservedNode) -> bool:
-    """Tell whether a source would have told of NVLink or xGMI: lists of PCI devices do not."""
+    """Return whether any source would report NVLink or xGMI; lists of PCI devices do not."""
     tools = ("NVML", "amdkfd", "nvidia-smi", "rocm-smi")
     return any(tool in node.source for tool in tools) or any(device.architecture for device in node.devices)
 
@@ -137,7 +137,7 @@ def _shipped(base: ClusterSpec) -> str:
 def _own_levels(
     cluster: ClusterSpec, device: DeviceSpec, node: ObservedNode, fabric: Fabric | None
 ) -> tuple[tuple[LinkLevel, ...], dict[str, str], list[str]]:
-    """Levels unlike those of any shipped cluster: a fabric that joins other devices, and PCIe between."""
+    """Return levels that no shipped cluster has: a fabric with another size, and PCIe between the rest."""
     levels: list[LinkLevel] = []
     remarks: dict[str, str] = {}
     size = cluster.devices_per_node
@@ -172,14 +172,14 @@ def _own_levels(
 
 
 def _fabric_of(cluster: ClusterSpec, device: DeviceSpec) -> LinkLevel:
-    """The fabric of a shipped cluster: of this one, else of the same generation, else of the same maker."""
+    """Return the fabric of a shipped cluster: this one, or one of the same generation, or of the same vendor."""
     clusters = [cluster, *map(load_cluster, preset_clusters())]
     for part in ("generation", "vendor"):
         for shipped in clusters:
             for level in shipped.levels:
                 if level.kind in ("nvlink", "xgmi") and getattr(shipped.device, part) == getattr(device, part):
                     return level
-    raise AssertionError(device.vendor)  # no other maker's device has a fabric
+    raise AssertionError(device.vendor)  # no other vendor's device has a fabric
 
 
 def _links(fabric: Fabric, node: ObservedNode) -> str:
@@ -193,10 +193,10 @@ def _remarks_on(levels: tuple[LinkLevel, ...], text: str) -> dict[str, str]:
 
 
 def training_nics(node: ObservedNode) -> tuple[ObservedNic, ...]:
-    """The adapters that a job will use: not those for storage and logins.
+    """Return the adapters that a job will use, without those for storage and logins.
 
-    Not Ethernet where there is another kind; of those the ones next to a device where some are, as libraries choose
-    them; and of those the fast ones.
+    Ethernet is left out if there is another kind; of the rest, those next to a device are used if there are any, as
+    libraries do; of these, the fast ones.
     """
     up = [nic for nic in node.nics if nic.bytes_per_s != 0]
     fast = [nic for nic in up if nic.kind != "ethernet"] or up
@@ -207,7 +207,7 @@ def training_nics(node: ObservedNode) -> tuple[ObservedNic, ...]:
             best[link.nic] = link.path
     near = [nic for nic in fast if best[nic.name] in _NEAR]
     fastest = max((nic.bytes_per_s or 0.0 for nic in near or fast), default=0.0)
-    # One next to a device may have come up at a lower rate.
+    # An adapter next to a device may have come up at a lower rate.
     least = fastest / (4 if near else 1.5)
     return tuple(nic for nic in near or fast if nic.bytes_per_s is None or nic.bytes_per_s >= least)
 

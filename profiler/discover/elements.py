@@ -1,4 +1,4 @@
-"""XML of outside tools as a small tree, read without trusting it: no entities, bounded depth, size and attributes."""
+"""XML of external tools as a small tree, parsed as untrusted: no entities, bounded depth, size and attributes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
 from autoplan.profiler.discover.text import shown, whole_number
 
-MOST_ELEMENTS = 50_000  # hwloc writes about ten for every core
+MOST_ELEMENTS = 50_000  # hwloc writes about ten per core
 MOST_DEPTH = 100  # NCCL's and hwloc's trees have about 20 levels
-MOST_TEXT = 100_000  # characters right inside one element; hwloc breaks its matrices into pieces of some hundred
+MOST_TEXT = 100_000  # characters directly inside an element; hwloc splits its matrices into pieces of a few hundred
 
 
 @dataclass(slots=True, kw_only=True)
 class Element:
-    """Element with its attributes and children; its text is that right inside it."""
+    """Element with its attributes and children, and the text directly inside it."""
 
     name: str
     attributes: dict[str, str]
@@ -27,20 +27,20 @@ class Element:
     text: str = ""
 
     def get(self, key: str) -> str:
-        """An attribute without control characters; blank where it is missing."""
+        """Return an attribute without control characters; blank if it is missing."""
         return cleaned(self.attributes.get(key, ""))
 
     def number(self, key: str, *, at_most: int, default: int = 0) -> int:
-        """An attribute that is a whole number; `default` where it is missing or blank."""
+        """Return an integer attribute; `default` if it is missing or blank."""
         text = self.attributes.get(key, "").strip()
         return whole_number(text, f"line {self.line}: {key} of {self.name}", at_most=at_most) if text else default
 
     def named(self, *names: str) -> Iterator[Element]:
-        """The children of these names."""
+        """Yield the children with these names."""
         return (child for child in self.children if child.name in names)
 
     def walk(self) -> Iterator[Element]:
-        """Yield the element and all below it, in the order of the file."""
+        """Yield the element and all its descendants, in the order of the file."""
         waiting = [self]
         while waiting:
             element = waiting.pop()
@@ -49,7 +49,7 @@ class Element:
 
 
 class _Reader:
-    """Grows the tree as expat reports its parts."""
+    """Builds the tree from the events of expat."""
 
     def __init__(self) -> None:
         self.expat = expat.ParserCreate()
@@ -89,7 +89,7 @@ class _Reader:
                 raise InputError(f"{self._place()}: more than {MOST_TEXT:,} characters of text in one element")
 
     def _doctype(self, _name: str, _system: str | None, _public: str | None, has_internal_subset: bool) -> None:
-        if has_internal_subset:  # hwloc names an external one, which expat does not read
+        if has_internal_subset:  # hwloc references an external subset, which expat does not read
             raise InputError(f"{self._place()}: declares a document type of its own, which no such tool writes")
 
     def _entity(self, name: str, *_: object) -> None:
@@ -97,9 +97,9 @@ class _Reader:
 
 
 def read_elements(text: str, root: str) -> Element:
-    """The tree of an XML text whose outermost element is `root`; every error names its line and column."""
+    """Return the tree of an XML text with the root element `root`; errors contain line and column."""
     reader = _Reader()
-    # A declaration of some other encoding does not hold for text that has been decoded.
+    # The declared encoding does not apply to text that is already decoded.
     text = re.sub(r"\A\ufeff?\s*<\?xml[^>]{0,200}\?>", lambda match: "\n" * match[0].count("\n"), text)
     try:
         reader.expat.Parse(text.encode("utf-8"), True)

@@ -1,4 +1,4 @@
-"""Fabric of a node: the devices that NVLink or xGMI joins, how, and those that are not joined as the others are."""
+"""Fabric of a node: the devices connected by NVLink or xGMI, and devices that are connected differently."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from statistics import mode
 from autoplan.profiler.discover.observed import ObservedLink, ObservedNode
 from autoplan.topology.cluster import DeviceSpec
 
-# Of one link, one direction, and how many a device has: data sheets of V100, A100, H100, B200 (NVLink 2, 3, 4, 5).
+# Rate per link and direction, and links per device: data sheets of V100, A100, H100, B200 (NVLink 2, 3, 4, 5).
 NVLINK_BYTES_PER_S: Mapping[str, float] = {"volta": 25e9, "ampere": 25e9, "hopper": 25e9, "blackwell": 50e9}
 MOST_NVLINKS: Mapping[str, int] = {"volta": 6, "ampere": 12, "hopper": 18, "blackwell": 18}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """The scale-up fabric of a node, as far as its devices have one."""
+    """The scale-up fabric of a node, if its devices have one."""
 
     kind: str  # nvlink, xgmi
-    num_devices: int  # that it joins: a node, or a part of it
-    is_switched: bool  # every link of a device leads to switches
+    num_devices: int  # connected devices: a node, or a part of it
+    is_switched: bool  # all links of a device lead to switches
     is_mesh: bool  # a direct link between any two
-    num_links: int  # of each device, 0 where it is not known
-    bytes_per_s: float | None  # of each device, one direction
-    apart: tuple[tuple[int, ...], ...] = ()  # devices that are not joined as the others are
-    fewer_links: Mapping[int, int] = field(default_factory=dict)  # of devices with fewer than the others
+    num_links: int  # links per device, 0 if unknown
+    bytes_per_s: float | None  # rate per device and direction
+    apart: tuple[tuple[int, ...], ...] = ()  # devices that are connected differently from the others
+    fewer_links: Mapping[int, int] = field(default_factory=dict)  # link counts of devices with fewer than the others
 
 
 def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
-    """The fabric; None where no link of it was seen, or none that joins parts of which a node is made."""
+    """Return the fabric; None if no link was observed, or if the links do not form equal parts of a node."""
     indices = [device.index for device in node.devices]
     direct = [link for link in node.links if link.path == "fabric" and {link.a, link.b} <= {*indices}]
     if not direct:
@@ -63,7 +63,7 @@ def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
 
 
 def _stated_rate(direct: Sequence[ObservedLink], *, is_switched: bool) -> float | None:
-    """Rate from a device to all others, where the sources say it of every link."""
+    """Return the rate from a device to all others, if the sources contain it for every link."""
     rates: Counter[int] = Counter()
     for link in direct:
         if link.bytes_per_s is None:
@@ -77,7 +77,7 @@ def _stated_rate(direct: Sequence[ObservedLink], *, is_switched: bool) -> float 
 
 
 def _parts(indices: Sequence[int], links: Sequence[ObservedLink]) -> list[list[int]]:
-    """Devices by what the links join."""
+    """Return the groups of devices connected by links."""
     part = {index: {index} for index in indices}
     for link in links:
         assert link.b is not None

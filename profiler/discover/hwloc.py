@@ -1,8 +1,8 @@
-"""Reader of the XML of hwloc (`lstopo --of xml`), versions 1 to 3: how devices and NICs of a node are joined.
+"""Reader of the XML of hwloc (`lstopo --of xml`), versions 1 to 3: the connections of devices and NICs in a node.
 
-I/O objects hang below the package or NUMA node next to them: a <Bridge> "0-1" is that of the host, those below are root
-ports and PCIe switches, an upstream and a downstream port each (hwloc/hwloc2.dtd).  Rates of NVLink and xGMI are
-matrices over devices, and over NVSwitches where there are some, in megabytes per second and direction.
+I/O objects are below the nearest package or NUMA node: a <Bridge> "0-1" is the host bridge, those below are root ports
+and PCIe switches, with an upstream and a downstream port each (hwloc/hwloc2.dtd).  Rates of NVLink and xGMI are
+matrices over devices, and over NVSwitches if there are any, in megabytes per second and direction.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from autoplan.profiler.discover.text import pci_address, shown, whole_number
 SOURCE = "hwloc XML"
 
 _FABRICS = ("NVLinkBandwidth", "XGMIBandwidth")
-_MOST_OBJECTS = 2 * MOST_DEVICES  # of a matrix: devices and switches of the fabric
+_MOST_OBJECTS = 2 * MOST_DEVICES  # maximum in a matrix: devices and switches of the fabric
 _MOST_MEGABYTES_PER_S = 100_000_000
 _IDS = re.compile(r"(?P<kind>[0-9a-f]{4}) \[(?P<vendor>[0-9a-f]{4}):(?P<device>[0-9a-f]{4})\].*")
 _NUMBERED = re.compile(r"(nvml|rsmi|cuda)(\d{1,4})")
-_VERBS = re.compile(r"mlx\d+_\S+|hfi\d+_\d+|qedr\d+")  # names of RDMA devices that `nic_kind` cannot tell
+_VERBS = re.compile(r"mlx\d+_\S+|hfi\d+_\d+|qedr\d+")  # names of RDMA devices unknown to `nic_kind`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Function:
-    """A PCI function that is a device or a NIC."""
+    """A PCI function of a device or a NIC."""
 
     element: Element
     kind: str  # PCI class, such as "0302"
     vendor: str
     device: str
     place: Place
-    bytes_per_s: float | None  # narrowest link on the way to the host
-    systems: Sequence[Element] = field(default_factory=tuple)  # what the operating system makes of it
+    bytes_per_s: float | None  # slowest link on the way to the host
+    systems: Sequence[Element] = field(default_factory=tuple)  # its devices in the operating system
 
     @property
     def address(self) -> str:
@@ -55,7 +55,7 @@ class _Function:
 
 
 def parse(text: str) -> ObservedNode:
-    """The node of an XML export; NICs are those that the operating system has a name for."""
+    """Return the node of an XML export; NICs are those with a name in the operating system."""
     root = read_elements(text, "topology")
     functions = list(_functions(root))
     gpus = [function for function in functions if is_accelerator(function.kind, function.vendor)]
@@ -93,7 +93,7 @@ def _functions(root: Element) -> Iterator[_Function]:
             narrowest = rate if narrowest is None else min(narrowest, rate or math.inf)
             if kind == "Bridge":
                 bridges = (*bridges, element.get("pci_busid"))
-                # The first is a root port; then an upstream and a downstream port for every switch.
+                # The first is a root port, followed by an upstream and a downstream port per switch.
                 place = Place(bridge=place.bridge, numa=place.numa, switches=bridges[1::2])
             elif ids := _IDS.fullmatch(element.get("pci_type").lower()):
                 systems = tuple(inner for inner in element.walk() if inner.get("type") == "OSDev")
@@ -102,7 +102,7 @@ def _functions(root: Element) -> Iterator[_Function]:
 
 
 def _only_bit(nodeset: str) -> int | None:
-    """Return the only NUMA node of a set such as "0x00000002" or "0x1,0x00000000"; None of several."""
+    """Return the only NUMA node of a set such as "0x00000002" or "0x1,0x00000000"; None if there are several."""
     digits = "".join(word.removeprefix("0x").rjust(8, "0") for word in nodeset.split(","))
     if not re.fullmatch(r"[0-9a-f]{1,512}", digits):
         return None
@@ -122,7 +122,7 @@ def _infos(function: _Function) -> dict[str, str]:
 
 
 def _indices(gpus: Sequence[_Function]) -> list[int]:
-    """Their numbers in NVML, ROCm SMI or CUDA where all have one; else their order on the bus, as in NVML."""
+    """Return indices in NVML, ROCm SMI or CUDA if all devices have one, otherwise the order on the bus, as in NVML."""
     for tool in ("nvml", "rsmi", "cuda"):
         numbers = [
             int(match[2])

@@ -1,4 +1,4 @@
-"""Identification of devices: the shipped one that they are, or the one whose figures stand in."""
+"""Identification of devices: the matching shipped device, or the most similar one to complete missing values."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ _GENERATIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identified:
-    """The devices of a node."""
+    """Identified devices of a node."""
 
     device: DeviceSpec
-    shipped_id: str  # the shipped device that it is, or whose figures stand in for its own
-    assumed: tuple[str, ...] = ()  # fields with such figures
+    shipped_id: str  # the matching shipped device, or the one that provides missing values
+    assumed: tuple[str, ...] = ()  # fields with such values
 
 
 def identify(node: ObservedNode, device_id: str = "") -> Identified:
-    """Return the shipped device that the devices of `node` are, or the nearest one with their own figures.
+    """Return the shipped device that matches the devices of `node`, or the most similar one with observed values.
 
-    `device_id` is the id of a shipped device, where a person knows better than the sources.
+    `device_id` is the id of a shipped device, if the user knows better than the sources.
     """
     if device_id:
         device = load_device(device_id)
@@ -84,7 +84,7 @@ def identify(node: ObservedNode, device_id: str = "") -> Identified:
 
 
 def _stand_in(node: ObservedNode, observed: ObservedDevice, alike: list[DeviceSpec]) -> Identified:
-    """The device with the figures that were seen, and all others of the shipped one that is most like it."""
+    """Return the device with observed values, completed by the most similar shipped device."""
     has_fabric = any(link.b is not None and link.path == "fabric" for link in node.links)
     memory = float(observed.memory_bytes or 0)
     clusters = [load_cluster(name) for name in preset_clusters()]
@@ -93,10 +93,10 @@ def _stand_in(node: ObservedNode, observed: ObservedDevice, alike: list[DeviceSp
     words = re.findall(r"\w+", observed.name.lower())
 
     def unlike(device: DeviceSpec) -> tuple[bool, bool, bool, float, bool, str]:
-        is_coupled = device.host_link_bytes_per_s > _FASTEST_PCIE  # to a CPU of its own, as in a GH200
+        is_coupled = device.host_link_bytes_per_s > _FASTEST_PCIE  # to its own CPU, as in a GH200
         return (
             (device.name in joined) != has_fabric,
-            # Another chip, such as an H20 instead of an H100 with as much memory.
+            # A different chip, such as an H20 instead of an H100 with the same memory.
             device.name.split("-")[0] not in words,
             is_coupled != ((observed.host_bytes_per_s or 0) > _FASTEST_PCIE),
             abs(memory - device.visible_memory_bytes) if memory else 0.0,

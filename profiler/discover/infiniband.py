@@ -1,7 +1,7 @@
-"""Reader of what the tools of network adapters print: which adapters a node has, their kinds and rates.
+"""Reader of the output of network adapter tools: the adapters of a node, their kinds and rates.
 
-Read are `ibstat`, `ibstatus`, `ibv_devinfo`, `cxi_stat` of Slingshot and `fi_info -p efa` of libfabric; `ibv_devinfo`
-and `fi_info` tell rates with -v only.  A port that is down is left out.
+Supported are `ibstat`, `ibstatus`, `ibv_devinfo`, `cxi_stat` of Slingshot and `fi_info -p efa` of libfabric;
+`ibv_devinfo` and `fi_info` only print rates with -v.  Ports that are down are left out.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from autoplan.base.errors import InputError
 from autoplan.profiler.discover.observed import MOST_DEVICES, NicKind, ObservedNic, ObservedNode, nic_kind
 from autoplan.profiler.discover.text import pci_address, plain_lines, shown, whole_number
 
-# What begins a device, by the tool that prints it.
+# Start of a device in the output, by tool.
 _BEGINS = {
     "ibstat": re.compile(r"CA '(?P<name>[^']{1,64})'"),
     "ibstatus": re.compile(r"Infiniband device '(?P<name>[^']{1,64})' port (?P<port>\d+) status:"),
     "ibv_devinfo": re.compile(r"hca_id:\s*(?P<name>\S{1,64})"),
     "cxi_stat": re.compile(r"Device:\s*(?P<name>cxi\d{1,4})"),
-    "fi_info": re.compile(r"provider:\s*(efa|cxi)(;\S+)?"),  # named by its domain
-    "fi_info -v": re.compile(r"fi_device_attr:"),  # named in the lines that follow
+    "fi_info": re.compile(r"provider:\s*(efa|cxi)(;\S+)?"),  # the domain is the name
+    "fi_info -v": re.compile(r"fi_device_attr:"),  # the name is in the following lines
 }
 _PORT = re.compile(r"Port (\d+):|port:\s*(\d+)")
 _FIELD = re.compile(r"(?P<key>[A-Za-z][\w /]{0,40}?)\s*:\s*(?P<value>.*)")
@@ -29,7 +29,7 @@ _DOMAIN = re.compile(r"(?P<name>\S+?)(-rdm|-dgrm)?")
 _RATE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)(?:\s*Gb/sec\b.*)?")
 _LANES = re.compile(r"(\d{1,2})X\b.*")
 _LANE_SPEED = re.compile(r"(?:(?P<gbps>\d{1,4}(?:\.\d{1,3})?) Gbps|invalid speed)(?: \((?P<code>\d{1,4})\))?")
-# Of one lane in Gb/s, where the tool is older than the adapter.  Source: enum ib_port_speed of the kernel.
+# Rate of one lane in Gb/s, for tools older than the adapter.  Source: enum ib_port_speed in the kernel.
 _LANE_GBPS = {"64": 50.0, "128": 100.0, "256": 200.0}
 _SLINGSHOT_SPEED = re.compile(r"[A-Z]{2}_(\d{1,4})G")  # BS_200G, CK_400G
 _UP = re.compile(r"(\d: *)?(PORT_)?(ACTIVE|up|FI_LINK_UP)\b.*", re.IGNORECASE)
@@ -40,7 +40,7 @@ _AMAZON = "0x1d0f"
 
 @dataclass(slots=True, kw_only=True)
 class _Port:
-    line: int  # 0 of a folder
+    line: int  # 0 for a folder
     fields: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -57,7 +57,7 @@ class _Adapter:
 
 
 def parse(text: str) -> ObservedNode:
-    """The adapters that the output of one of the tools tells of."""
+    """Return the adapters in the output of one of the tools."""
     lines = [line.strip() for line in plain_lines(text)]
     tool = next((tool for line in lines for tool, begins in _BEGINS.items() if begins.fullmatch(line)), None)
     if tool is None:
@@ -97,7 +97,7 @@ def _adapters(lines: Sequence[str], begins: re.Pattern[str]) -> list[_Adapter]:
 
 
 def _nic(adapter: _Adapter) -> ObservedNic | None:
-    """The adapter over its ports that are up; None where none is."""
+    """Return the adapter with its active ports; None if no port is active."""
     up = [port for port in adapter.ports if _is_up(port, adapter)]
     if not up:
         return None
@@ -140,13 +140,13 @@ def _bytes_per_s(port: _Port) -> float | None:
         if lanes and gbps:
             return int(lanes[1]) * gbps * 1e9 / 8
         raise InputError(f"{where} must be a width and Gbps of a lane, got {shown(speed)}")
-    if speed := fields.get("speed"):  # of libfabric, in bits per second
+    if speed := fields.get("speed"):  # from libfabric, in bits per second
         return whole_number(speed, where, at_most=_MOST_BITS_PER_S) / 8 or None
     return None
 
 
 def _merged(nics: Iterator[ObservedNic]) -> list[ObservedNic]:
-    """Join entries about the same adapter: libfabric tells of one several times, and not always its rate."""
+    """Merge entries of the same adapter: libfabric lists it several times, not always with its rate."""
     adapters: dict[str, ObservedNic] = {}
     for nic in nics:
         if nic.name not in adapters or adapters[nic.name].bytes_per_s is None:

@@ -1,4 +1,4 @@
-"""Rates of a cluster's links by the tests that the timing database holds, which count before data sheets."""
+"""Rates of a cluster's links from measurements in the timing database, which take precedence over data sheets."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
 from autoplan.topology.cluster import ClusterSpec, LinkLevel
 
-LEAST_BYTES = 16 * MIB  # of the largest buffer: below, no link is at its plateau
-OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")  # as they are preferred
+LEAST_BYTES = 16 * MIB  # minimum of the largest buffer: with less, no link reaches its plateau
+OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")  # the best first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sustained:
     """Rate and latency of the links of a device, from buffers of growing size."""
 
-    bytes_per_s: float  # bus bandwidth of the largest
-    latency_s: float  # of one step, with the smallest
-    half_rate_bytes: float  # one device's part of the buffer at which half of the rate is reached
-    text: str  # which measurements
+    bytes_per_s: float  # bus bandwidth with the largest buffer
+    latency_s: float  # latency per step, with the smallest buffer
+    half_rate_bytes: float  # one device's part of the buffer at half the rate
+    text: str  # description of the measurements
 
 
 def with_measured(cluster: ClusterSpec, measured: Sequence[Measurement]) -> tuple[ClusterSpec, dict[str, str]]:
-    """Return (the cluster with the links that were measured, remarks on them by place)."""
+    """Return (the cluster with measured links, remarks on them by place)."""
     levels, remarks = [], {}
     for at, level in enumerate(cluster.levels):
         below = cluster.levels[at - 1].num_devices if at else 1
@@ -53,25 +53,25 @@ def with_measured(cluster: ClusterSpec, measured: Sequence[Measurement]) -> tupl
 
 
 def _is_inside(measurement: Measurement, more_than: int, at_most: int) -> bool:
-    """Tell whether it tells of a group inside one domain that needs more than the level below."""
+    """Return whether the group is inside one domain and too large for the level below."""
     members, inside, *_ = measurement.shape
     return members == inside and more_than < members <= at_most
 
 
 def _is_between(measurement: Measurement, cluster: ClusterSpec) -> bool:
-    """Tell whether it tells of NICs: one member on a node; the others of the node beside it, if they share NICs."""
+    """Return whether NICs were measured: one member per node, with its siblings working if they share NICs."""
     members, inside, groups, _ = measurement.shape
     alone = cluster.network.nics_per_device >= 1
     return inside == 1 < members and (groups == cluster.devices_per_node or (alone and groups == 1))
 
 
 def _measured_level(level: LinkLevel, measured: Sequence[Measurement]) -> tuple[LinkLevel, str] | None:
-    """Return (the level as measured, by what); None where that does not suffice."""
+    """Return (the measured level, its source); None if the measurements are not sufficient."""
     points = collective_points(measurement for measurement in measured if measurement.operation in VOLUMES)
     if len(points.seconds) >= LEAST_POINTS and not level.is_mesh:
         try:
             fit = fit_collectives(level, points)
-        except InputError:  # sizes that leave nothing to check the fit with
+        except InputError:  # too few sizes to check the fit
             pass
         else:
             text = f"measured: fitted to {fit.num_points} collectives, {100 * fit.error:.0f} % off on those held out"
@@ -92,9 +92,9 @@ def _measured_level(level: LinkLevel, measured: Sequence[Measurement]) -> tuple[
 
 
 def _sustained(measured: Sequence[Measurement], mesh: LinkLevel | None = None) -> Sustained | None:
-    """Return what the largest groups show, of the first of `OPERATIONS` that was measured with large buffers.
+    """Return the rate of the largest groups, for the first of `OPERATIONS` measured with large buffers.
 
-    Of a mesh a group uses the links between its members only.
+    In a mesh, a group only uses the links between its members.
     """
     for operation in OPERATIONS:
         of_it = [measurement for measurement in measured if measurement.operation == operation]
@@ -105,7 +105,7 @@ def _sustained(measured: Sequence[Measurement], mesh: LinkLevel | None = None) -
         )
         if len(largest) < 2 or largest[-1].shape[-1] < LEAST_BYTES:
             continue
-        volume = VOLUMES.get(operation, members / (members - 1))  # a message crosses the link once, whole
+        volume = VOLUMES.get(operation, members / (members - 1))  # a message crosses the link once, completely
         buffers = np.array([float(measurement.shape[-1]) for measurement in largest])
         seconds = np.array([measurement.seconds for measurement in largest])
         rates = volume * buffers * (1 - 1 / members) / seconds

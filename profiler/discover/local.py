@@ -1,4 +1,4 @@
-"""Observation of this machine: the kernel, NVML and the tools that are installed, each asked once."""
+"""Observation of this machine from the kernel, NVML and installed tools, each queried once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autoplan.profiler.discover.pci import Place, link_bytes_per_s, path_between
 from autoplan.profiler.discover.slurm import SwitchTree
 from autoplan.profiler.machine.hardware import SYS, Gpu, Links, Nic, amd_gpus, device_id, nics, nvidia_gpus, read
 
-TOOL_S = 20.0  # a tool that talks to a device in trouble may never end
+TOOL_S = 20.0  # time limit, since a tool may hang on a faulty device
 
 Tool = tuple[str, ...]
 TOOLS: Mapping[Tool, Callable[[str], ObservedNode]] = {
@@ -32,12 +32,12 @@ TOOLS: Mapping[Tool, Callable[[str], ObservedNode]] = {
 
 
 def host_name() -> str:
-    """The name by which Slurm knows this node, else its own."""
+    """Return the name of this node in Slurm, or else its host name."""
     return cleaned(os.environ.get("SLURMD_NODENAME") or socket.gethostname())
 
 
 def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
-    """The switches of the cluster as Slurm tells a job; None outside of one, or where it tells of none."""
+    """Return the switches of the cluster as reported by Slurm; None outside of a job or without switches."""
     if "SLURM_JOB_ID" not in variables:
         return None
     folder = Path(variables.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
@@ -47,7 +47,7 @@ def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
         lambda: read_text(folder / "topology.conf"),
     )
     for tell in ways:
-        with suppress(InputError):  # not readable, or of a plugin without switches
+        with suppress(InputError):  # unreadable, or for a plugin without switches
             if text := tell():
                 return slurm.parse(text)
     return None
@@ -56,7 +56,7 @@ def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
 def see(
     sys: Path = SYS, tools: Mapping[Tool, Callable[[str], ObservedNode]] = TOOLS
 ) -> tuple[list[ObservedNode], list[str]]:
-    """Return (what each source says about this machine, the kernel and NVML first, what went wrong with tools)."""
+    """Return (observations of this machine by source, the kernel and NVML first; problems with tools)."""
     gpus, links = nvidia_gpus()
     source = "NVML and sysfs"
     if not gpus:
@@ -70,13 +70,13 @@ def see(
         except InputError as error:
             troubles.append(f"`{' '.join(tool)}` is left out: {error}")
     if not gpus and any(node.devices for node in nodes[1:] if node.source == nvidia_smi.SOURCE):
-        nodes[0] = replace(nodes[0], devices=())  # the cores are not what trains
+        nodes[0] = replace(nodes[0], devices=())  # the CPU cores are not used for training
         troubles.append("NVML was not asked, which names the devices: pip install nvidia-ml-py")
     return nodes, troubles
 
 
 def _output(tool: Tool) -> str | None:
-    """Return what `tool` prints; None where it is not installed."""
+    """Return the output of `tool`; None if it is not installed."""
     try:
         process = subprocess.run(
             tool,
@@ -99,7 +99,7 @@ def _output(tool: Tool) -> str | None:
 
 
 def observe(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> ObservedNode:
-    """Return the node as the kernel shows it; on a machine without accelerators its cores are the devices."""
+    """Return the node as seen by the kernel; on a machine without accelerators its cores are the devices."""
     if not gpus:
         cores = len(os.sched_getaffinity(0))
         return ObservedNode(
@@ -133,7 +133,7 @@ def observe(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> Observ
 
 
 def _pair(links: Links, first: int, second: int) -> ObservedLink | None:
-    """Links that join two devices beyond PCIe: of their own, or those of both to the switches of a fabric."""
+    """Return the links between two devices beyond PCIe: direct ones, or those of both to the switches of a fabric."""
     direct = links.get((first, second))
     if direct is not None and direct.kind != "pcie":
         return ObservedLink(
@@ -158,7 +158,7 @@ def _device(index: int, gpu: Gpu, path: Path) -> ObservedDevice:
 
 
 def _adapters(ports: Sequence[Nic]) -> tuple[ObservedNic, ...]:
-    """Return an adapter for each name; a rate of 0 is a link that is down."""
+    """Return one adapter per name; a rate of 0 means that the link is down."""
     adapters: dict[str, ObservedNic] = {}
     for port in ports:
         before = adapters[port.name].bytes_per_s if port.name in adapters else None
@@ -174,7 +174,7 @@ def _adapters(ports: Sequence[Nic]) -> tuple[ObservedNic, ...]:
 
 
 def _place(path: Path) -> Place:
-    """Place of a device, from its path: host bridge, root port, two ports of each switch, device."""
+    """Return the place of a device from its path: host bridge, root port, two ports per switch, device."""
     parts = path.parts
     roots = [at for at, part in enumerate(parts) if part.startswith("pci")]
     if not roots:
@@ -184,12 +184,12 @@ def _place(path: Path) -> Place:
 
 
 def _numa(path: Path) -> int | None:
-    text = read(path / "numa_node")  # -1 where the firmware does not tell
+    text = read(path / "numa_node")  # -1 if unknown to the firmware
     return int(text) if text.isdigit() else None
 
 
 def _host_bytes_per_s(path: Path) -> float | None:
-    """The narrowest link from a device up to its root: idle links slow down, so what they are capable of counts."""
+    """Return the maximum rate of the slowest link from a device to its root; idle links run slower than that."""
     rates = []
     for place in (path, *path.parents):
         if place.name.startswith("pci") or not place.name:

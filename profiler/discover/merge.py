@@ -1,7 +1,7 @@
-"""Merging of what several sources say about a node, with their contradictions.
+"""Merging of observations of a node from several sources, with their contradictions.
 
-The first source that says something is believed: callers give them in their order of precedence, which is the kernel
-and NVML of the machine itself, then NCCL's topology, `nvidia-smi` and `rocm-smi`, hwloc, and the lists of adapters.
+The first source with a value wins: callers pass sources in their order of precedence, which is the kernel and NVML of
+the machine itself, then NCCL's topology, `nvidia-smi` and `rocm-smi`, hwloc, and the lists of adapters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Part = TypeVar("Part", ObservedDevice, ObservedNic, ObservedLink)
 
 
 def merge(observations: Sequence[ObservedNode]) -> tuple[ObservedNode, list[str]]:
-    """Return (the node, where sources contradict those before them)."""
+    """Return (the node, contradictions between later and earlier sources)."""
     node, contradictions = observations[0], []
     for later in observations[1:]:
         node, more = _merged(node, later)
@@ -56,7 +56,7 @@ def _merged(node: ObservedNode, later: ObservedNode) -> tuple[ObservedNode, list
 
 
 def _counted_as(node: ObservedNode, later: ObservedNode) -> ObservedNode:
-    """Return `later` with devices and NICs numbered and named as those of `node` at their PCI addresses."""
+    """Return `later` with the indices and names of `node` for devices and NICs at the same PCI addresses."""
     index_at = {device.pci: device.index for device in node.devices if device.pci}
     name_at = {nic.pci: nic.name for nic in node.nics if nic.pci}
     if not all(device.pci in index_at for device in later.devices):
@@ -87,7 +87,7 @@ def _link(link: ObservedLink, index: dict[int, int], name: dict[str, str]) -> Ob
 def _joined(
     ours: Iterable[Part], theirs: Iterable[Part], key: Callable[[Part], object], contradictions: list[str]
 ) -> tuple[Part, ...]:
-    """Ours with what they lack of theirs, then theirs alone; appends to `contradictions` where they differ."""
+    """Return our parts completed by theirs, then parts that only they have; `contradictions` collects differences."""
     parts_by_key = {key(part): part for part in ours}
     for part in theirs:
         mine = parts_by_key.get(key(part))
@@ -102,7 +102,7 @@ def _joined(
 
 
 def _contradiction(earlier: Part, later: Part) -> str:
-    """Say how `later` contradicts `earlier`; blank where it does not."""
+    """Describe how `later` contradicts `earlier`; blank if it does not."""
     if not isinstance(earlier, ObservedLink):
         part_name, names = f"device {getattr(earlier, 'index', '')}", ("pci", "numa", "architecture")
         if isinstance(earlier, ObservedNic):

@@ -1,9 +1,9 @@
-"""Reader of the XML of NCCL and RCCL (`NCCL_TOPO_DUMP_FILE`): how devices and NICs of a node are joined.
+"""Reader of the XML of NCCL and RCCL (`NCCL_TOPO_DUMP_FILE`): the connections of devices and NICs in a node.
 
-Its elements are those of src/graph/xml.cc of NCCL: <cpu> is a NUMA node, <pci> a switch or a device, with the <gpu> or
-<nic> that it is; a <gpu> lists its links, an <nvlink> or <xgmi> to one other device or to a switch of the fabric, a
-<c2c> to its CPU.  Files that hand a topology to NCCL (`NCCL_TOPO_FILE`, as cloud providers ship for virtual machines)
-may hold <pci> only; then the PCI classes say what is a device.  Virtual machines also leave out the speed of links.
+Its elements are those of src/graph/xml.cc in NCCL: <cpu> is a NUMA node, <pci> a switch or a device that contains a
+<gpu> or <nic>; a <gpu> lists its links: an <nvlink> or <xgmi> to another device or to a switch of the fabric, a <c2c>
+to its CPU.  Files that provide a topology to NCCL (`NCCL_TOPO_FILE`, as shipped by cloud providers for virtual
+machines) may contain only <pci>; then the PCI classes identify devices.  Virtual machines also omit the link speed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from autoplan.profiler.discover.text import pci_address, shown
 
 SOURCE = "NCCL topology XML"
 
-_SWITCH_CLASS = "0x0680"  # of an NVSwitch; 0x068001 is the NVLink bridge of a POWER CPU
+_SWITCH_CLASS = "0x0680"  # an NVSwitch; 0x068001 is the NVLink bridge of a POWER CPU
 _POWER_CLASS = "0x068001"
-# The generation numbers that RCCL once wrote for the instruction set.
+# Generation numbers that RCCL once wrote instead of the instruction set.
 _GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx940", "941": "gfx941", "942": "gfx942"}
 _SPEED = re.compile(r"(\d{1,3}(?:\.\d)?) GT/s.*")
 _MOST_MEGABITS_PER_S = 100_000_000  # 100 Tb/s
@@ -47,17 +47,17 @@ _MOST_MEGABYTES_PER_S = 10_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Leaf:
-    """A <gpu> or <net>, or a <pci> that says no more than its class, and where it hangs."""
+    """A <gpu> or <net>, or a <pci> with nothing but its class, and its place in the tree."""
 
     element: Element
     pci: Element | None
     place: Place
     host: str
-    bytes_per_s: float | None  # narrowest PCIe link on the way to the host
+    bytes_per_s: float | None  # slowest PCIe link on the way to the host
 
 
 def parse(text: str) -> ObservedNode:
-    """The node of a topology file; of several hosts joined by one fabric, the first, and the size of the fabric."""
+    """Return the node of a topology file; of several hosts on one fabric, the first one and the size of the fabric."""
     root = read_elements(text, "system")
     leaves = [leaf for cpu in root.named("cpu") for leaf in _leaves(cpu)]
     if any(leaf.element.name == "gpu" for leaf in leaves):
@@ -75,7 +75,7 @@ def parse(text: str) -> ObservedNode:
 
 
 def _leaves(cpu: Element) -> Iterator[_Leaf]:
-    """Yield what hangs below a <cpu>."""
+    """Yield the leaves below a <cpu>."""
     host, numa = cpu.get("host_hash"), cpu.get("numaid")
     node = cpu.number("numaid", at_most=MOST_DEVICES) if numa not in ("", "-1") else None
     bridge = f"{host}/{numa}"
@@ -96,7 +96,7 @@ def _leaves(cpu: Element) -> Iterator[_Leaf]:
 
 def _link(pci: Element) -> float | None:
     text = pci.get("link_speed")
-    if not text or text.startswith("Unknown"):  # as the kernel says in virtual machines
+    if not text or text.startswith("Unknown"):  # reported by the kernel in virtual machines
         return None
     if not (speed := _SPEED.fullmatch(text)):
         raise InputError(f"line {pci.line}: link_speed of pci must be like 16.0 GT/s, got {shown(text)}")
@@ -109,7 +109,7 @@ def _narrower(first: float | None, second: float | None) -> float | None:
 
 
 def _class(leaf: _Leaf) -> tuple[str, str]:
-    """Return (PCI class, maker) of a <pci> that says no more."""
+    """Return (PCI class, vendor) of a <pci> without content."""
     return (leaf.element.get("class"), leaf.element.get("vendor")) if leaf.element.name == "pci" else ("", "")
 
 
@@ -143,7 +143,7 @@ def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -
 
 
 def _indices(devices: Sequence[_Leaf]) -> list[int]:
-    """The devices' numbers, which the file gives all of them or none."""
+    """Return the devices' numbers, which the file contains for all of them or none."""
     numbers = [leaf.element.number("dev", at_most=MOST_DEVICES, default=-1) for leaf in devices]
     if -1 in numbers:
         return list(range(len(devices)))
@@ -202,7 +202,7 @@ def _nic(leaf: _Leaf, name: str) -> ObservedNic:
 
 
 def _fabric(devices: Sequence[_Leaf]) -> Mapping[frozenset[str], int]:
-    """Links between two devices: those that join them, and those that both have to switches."""
+    """Return the number of links between two devices: direct ones, and those of both to switches."""
     addresses = {_address(leaf) for leaf in devices}
     direct: Counter[frozenset[str]] = Counter()
     switched: Counter[str] = Counter()

@@ -1,8 +1,8 @@
-"""Reader of the matrix of `nvidia-smi topo -m`: how the GPUs and NICs of a node are joined.
+"""Reader of the matrix of `nvidia-smi topo -m`: the connections of GPUs and NICs in a node.
 
-Read is what drivers since 2015 print: NICs by name, or as NIC0 with a legend of their own; with and without columns of
-affinity; underlined headers; tables that a terminal or a paste has wrapped between words.  The words of a cell are
-explained in its legend (https://docs.nvidia.com/deploy/nvidia-smi/).
+The output of drivers since 2015 is supported: NICs by name, or as NIC0 with a legend; with and without affinity
+columns; underlined headers; tables wrapped between words by a terminal or a paste.  The words in a cell are explained
+in its legend (https://docs.nvidia.com/deploy/nvidia-smi/).
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class _Row:
 
 
 def parse(text: str) -> ObservedNode:
-    """The node of the first matrix in `text`, which may stand among other output."""
+    """Return the node of the first matrix in `text`, which may contain other output."""
     plain = plain_lines(text)
     lines = _from_header(plain)
     names, first, has_numa = _header(lines)
     rows = _rows(chain([first], lines), names, has_numa=has_numa)
-    # The rows of the NICs say nothing that those of the GPUs do not; people leave them out.
+    # The rows of NICs only repeat those of the GPUs, and are often omitted.
     missing = [name for name in names if _GPU.fullmatch(name) and name not in rows]
     if missing:
         raise InputError(f"line {len(plain)}: the table ends before the row of {missing[0]}: give the whole output")
@@ -71,7 +71,7 @@ def parse(text: str) -> ObservedNode:
 
 
 def _from_header(lines: Sequence[str]) -> Iterator[list[_Word]]:
-    """The words of the lines from the header on; nothing where there is none."""
+    """Yield the words of the lines from the header on; empty without a header."""
     start = next((at for at, line in enumerate(lines) if line.split(maxsplit=1)[:1] == ["GPU0"]), len(lines))
     for number, line in enumerate(lines[start:], start=start + 1):
         yield [_Word(text=m[0], line=number, column=m.start() + 1) for m in _WORD.finditer(line)]
@@ -96,7 +96,7 @@ def _header(lines: Iterator[list[_Word]]) -> tuple[list[str], list[_Word], bool]
 
 
 def _columns(line: Sequence[_Word], before: Sequence[str]) -> list[str]:
-    """The devices and NICs among the words of a header."""
+    """Return the devices and NICs in a header."""
     if len(before) + len(line) > MOST_DEVICES:
         raise InputError(f"line {line[0].line}: more than {MOST_DEVICES:,} columns")
     names: list[str] = []
@@ -112,7 +112,7 @@ def _columns(line: Sequence[_Word], before: Sequence[str]) -> list[str]:
 
 
 def _rows(lines: Iterable[list[_Word]], names: Sequence[str], *, has_numa: bool) -> dict[str, _Row]:
-    """The rows by name; a row ends where the next begins, or the table."""
+    """Return the rows by name; a row ends at the next one or at the end of the table."""
     row_names = set(names)
     rows: dict[str, _Row] = {}
     pending: list[_Word] = []
@@ -160,7 +160,7 @@ def _add_row(rows: dict[str, _Row], words: Sequence[_Word], names: Sequence[str]
 
 
 def _numa(affinities: Sequence[_Word]) -> int | None:
-    """The (first) NUMA node of "CPU Affinity, NUMA Affinity, GPU NUMA ID"; None where one of them is blank."""
+    """Return the (first) NUMA node in "CPU Affinity, NUMA Affinity, GPU NUMA ID"; None if one of them is blank."""
     words = [word.text for word in affinities]
     if len(words) < 2 or not re.fullmatch(r"\d{1,4}([-,]\d{1,4})*", words[1]):
         return None

@@ -1,4 +1,4 @@
-"""Parts of a node as tools and files report them, in one vocabulary."""
+"""Parts of a node as reported by tools and files, in a common format."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-# How two devices, or a device and a NIC, reach each other, nearest first: NVLink or xGMI; a PCIe switch; several of
-# them; a host bridge; the interconnect inside a NUMA node; between NUMA nodes or sockets.
+# Connection between two devices, or a device and a NIC, nearest first: NVLink or xGMI; a PCIe switch; several PCIe
+# switches; a host bridge; the interconnect inside a NUMA node; between NUMA nodes or sockets.
 Path = Literal["fabric", "switch", "switches", "host", "node", "system"]
 
 NicKind = Literal["infiniband", "roce", "efa", "slingshot", "ethernet", ""]
 
-# Far above what a node holds; what is larger was not written by one of the tools.
+# Far above the size of a node; larger numbers do not come from one of the tools.
 MOST_DEVICES = 256
 MOST_LINKS = 10_000
 
@@ -30,12 +30,12 @@ class ObservedDevice:
     """An accelerator."""
 
     index: int
-    name: str = ""  # as the tool prints it: "NVIDIA H100 80GB HBM3"
+    name: str = ""  # as printed by the tool: "NVIDIA H100 80GB HBM3"
     architecture: str = ""  # "sm_90", "gfx942"
     pci: str = ""  # bus address, lower case: "0000:1b:00.0"
     numa: int | None = None
     memory_bytes: int | None = None  # visible
-    host_bytes_per_s: float | None = None  # narrowest link on its way to the host, one direction: PCIe or NVLink-C2C
+    host_bytes_per_s: float | None = None  # slowest link on the way to the host, per direction: PCIe or NVLink-C2C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +44,10 @@ class ObservedNic:
 
     name: str  # "mlx5_0"
     kind: NicKind = ""
-    bytes_per_s: float | None = None  # one direction, of all its ports that are up
+    bytes_per_s: float | None = None  # per direction, total of all active ports
     pci: str = ""
     numa: int | None = None
-    gpudirect: bool | None = None  # whether devices send from their own memory
+    gpudirect: bool | None = None  # whether devices send directly from their memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +58,13 @@ class ObservedLink:
     b: int | None = None
     nic: str = ""
     path: Path
-    num_links: int = 1  # NVLinks or xGMI links side by side, 1 also where only their rate is known; 0: by other devices
-    bytes_per_s: float | None = None  # of all of them, one direction, where the source says
+    num_links: int = 1  # parallel NVLinks or xGMI links, 1 if only their rate is known; 0: through other devices
+    bytes_per_s: float | None = None  # total of all links per direction, if known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedNode:
-    """Node as one source shows it.  What the source does not say is empty or None."""
+    """Node as observed by one source.  Unknown values are empty or None."""
 
     source: str  # "nvidia-smi topo -m"
     host: str = ""
@@ -72,9 +72,9 @@ class ObservedNode:
     nics: tuple[ObservedNic, ...] = ()
     links: tuple[ObservedLink, ...] = ()
     num_sockets: int | None = None
-    devices_per_domain: int | None = None  # of the scale-up fabric where it is wider than the node (NVL72)
+    devices_per_domain: int | None = None  # size of the scale-up fabric if larger than the node (NVL72)
 
 
 def nic_kind(name: str) -> NicKind:
-    """Kind of an adapter by its name or that of its interface; blank for `mlx5_0`, which may be either of two."""
+    """Return the kind of an adapter by its name or its interface's name; blank for the ambiguous `mlx5_0`."""
     return next((kind for pattern, kind in _KINDS if re.fullmatch(pattern, name)), "")

@@ -1,4 +1,4 @@
-"""Places on the PCIe tree of a node: where two devices meet, and the rate of the way to the host."""
+"""Places in the PCIe tree of a node: the path between two devices, and the rate of the path to the host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from itertools import takewhile
 
 from autoplan.profiler.discover.observed import NicKind, Path, nic_kind
 
-# Bytes that a lane carries per transfer: 8b/10b up to generation 2, 128b/130b up to 5, then 242 of a flit's 256 bytes.
+# Bytes per lane and transfer: 8b/10b up to generation 2, 128b/130b up to 5, then 242 of a flit's 256 bytes.
 # Source: PCI Express Base Specification 6.0, sections 4.2.2 and 4.2.3.
 _BYTES_PER_TRANSFER = {2.5: 0.1, 5.0: 0.1, 8.0: 16 / 130, 16.0: 16 / 130, 32.0: 16 / 130, 64.0: 242 / 256 / 8}
 
-# What drivers call the devices that name themselves by PCI identifiers only.  Source: pci.ids of the PCI ID project.
+# Driver names of devices known only by PCI identifiers.  Source: pci.ids of the PCI ID project.
 _NAMES = {
     "10de:1db1": "Tesla V100-SXM2-16GB",
     "10de:1db4": "Tesla V100-PCIE-16GB",
@@ -52,15 +52,15 @@ _MELLANOX = re.compile(r"mlx\d+_\S+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Place of a device on the PCIe tree."""
+    """Place of a device in the PCIe tree."""
 
-    bridge: str  # of the host; blank where the source does not show it
+    bridge: str  # host bridge; blank if the source does not show it
     numa: int | None
-    switches: tuple[str, ...]  # PCIe switches on the way, the one next to the host first
+    switches: tuple[str, ...]  # PCIe switches on the path, the one next to the host first
 
 
 def path_between(first: Place, second: Place) -> Path:
-    """The way between two devices in the words of `nvidia-smi topo -m`."""
+    """Return the kind of path between two devices, in the words of `nvidia-smi topo -m`."""
     shared = sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first.switches, second.switches, strict=False))
     )
@@ -73,24 +73,24 @@ def path_between(first: Place, second: Place) -> Path:
 
 
 def link_bytes_per_s(gigatransfers: float, width: int) -> float | None:
-    """Rate of `width` lanes, one direction, before packet headers; None of what no generation has (255 is unknown)."""
+    """Return the rate of `width` lanes per direction, before packet headers; None for unknown values such as 255."""
     per_transfer = _BYTES_PER_TRANSFER.get(gigatransfers)
     return gigatransfers * 1e9 * per_transfer * width if per_transfer and 0 < width <= 32 else None
 
 
 def device_called(vendor: str, device: str) -> str:
-    """The driver's name of what has these PCI identifiers ("0x10de", "0x2330"); blank where it is not known."""
+    """Return the driver's name for PCI identifiers ("0x10de", "0x2330"); blank if unknown."""
     return _NAMES.get(f"{vendor.removeprefix('0x').lower()}:{device.removeprefix('0x').lower()}", "")
 
 
 def is_accelerator(pci_class: str, vendor: str) -> bool:
-    """Tell whether a PCI class ("0x030200", "0302") is that of an accelerator and its maker one whose devices train."""
+    """Return whether a PCI class ("0x030200", "0302") and its vendor are those of a training accelerator."""
     code = pci_class.removeprefix("0x")[:2]
     return code in ("03", "12") and vendor.removeprefix("0x").lower() in ("10de", "1002")
 
 
 def adapter_kind(name: str, *, pci_class: str, vendor: str, device: str) -> NicKind:
-    """The kind of an adapter by its name and PCI identifiers, as those above; blank where they leave it open."""
+    """Return the kind of an adapter by its name and PCI identifiers; blank if they are ambiguous."""
     ids = (vendor.removeprefix("0x").lower(), device.removeprefix("0x").lower())
     if ids[0] == "1d0f" and ids[1].startswith("efa"):
         return "efa"

@@ -1,4 +1,4 @@
-"""Report of a node about itself, as it is kept in a file or sent to rank 0, and the formats of saved sources."""
+"""Report of a node about itself, stored in a file or sent to rank 0, and the formats of saved sources."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Report:
     """Observations of one node by its sources, in their order of precedence."""
 
     host: str = ""
-    switches: tuple[str, ...] = ()  # above it, innermost first
+    switches: tuple[str, ...] = ()  # switches above the node, innermost first
     seen: tuple[ObservedNode, ...]
     troubles: tuple[str, ...] = ()  # tools that failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFile:
-    """Content of what `autoplan discover --json` prints."""
+    """Output of `autoplan discover --json`."""
 
     autoplan_discover: int = 1  # version of the format
     nodes: tuple[Report, ...]
@@ -39,12 +39,12 @@ Parsed = ObservedNode | SwitchTree | ReportFile
 
 
 def encode(reports: ReportFile) -> str:
-    """The text of a report file."""
+    """Return the text of a report file."""
     return msgspec.json.format(msgspec.json.encode(reports), indent=1).decode() + "\n"
 
 
 def decode(text: str) -> ReportFile:
-    """The report file that `text` is."""
+    """Parse the text of a report file."""
     try:
         report = msgspec.json.decode(text, type=ReportFile)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
@@ -62,7 +62,7 @@ def _texts(value: object) -> Iterator[str]:
             yield from _texts(part)
 
 
-# By name: how a text of the format is recognised, and read.  In the order in which sources about a node are believed.
+# Detection and parser of each format by name, in the order of precedence of sources on a node.
 FORMATS: Mapping[str, tuple[str, Callable[[str], Parsed]]] = {
     "autoplan": (r'\A\s*\{\s*"autoplan_discover"', decode),
     "nccl-xml": (r"<system\b", nccl_xml.parse),
@@ -78,7 +78,7 @@ FORMATS: Mapping[str, tuple[str, Callable[[str], Parsed]]] = {
 
 
 def read_source(path: Path, kind: str = "auto") -> tuple[str, Parsed]:
-    """Return (format, what a saved file says); the format is recognised by its content."""
+    """Return (format, content of a saved file); the format is recognised by the content."""
     if kind != "auto" and kind not in FORMATS:
         raise InputError(f"--format {kind!r} is unknown: known are auto, {', '.join(FORMATS)}")
     text = read_text(path, most_bytes=MOST_BYTES)
@@ -92,5 +92,5 @@ def read_source(path: Path, kind: str = "auto") -> tuple[str, Parsed]:
 
 
 def recognise(text: str) -> str:
-    """The format of `text`; blank where it is none of them."""
+    """Return the format of `text`; blank if it is unknown."""
     return next((name for name, (pattern, _) in FORMATS.items() if re.search(pattern, text)), "")

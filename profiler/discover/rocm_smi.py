@@ -1,8 +1,8 @@
-"""Reader of `rocm-smi --showtopo`, with `--shownodesbw` or without: how the devices of a node are joined.
+"""Reader of `rocm-smi --showtopo`, with or without `--shownodesbw`: the connections of devices in a node.
 
-Hops are 1 over xGMI, also between devices that reach each other over a third, 2 over one CPU and 3 over two; a weight
-is 15 for every xGMI link on the way, so that the least one tells which devices are joined directly (the documentation
-of amd-smi, and issue 5763 of ROCm/rocm-systems).
+Hops are 1 over xGMI, even between devices connected through a third one, 2 over one CPU and 3 over two; a weight is 15
+per xGMI link on the path, so the smallest weight identifies directly connected devices (documentation of amd-smi, and
+issue 5763 of ROCm/rocm-systems).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _Matrix = Mapping[tuple[int, int], str]
 
 
 def parse(text: str) -> ObservedNode:
-    """The node of the tables in `text`; those of weights, hops and types must be among them."""
+    """Return the node of the tables in `text`, which must include weights, hops and types."""
     tables, numa = _tables(plain_lines(text))
     for table in ("weight", "hops", "type"):
         if table not in tables:
@@ -67,7 +67,7 @@ def _tables(lines: Sequence[str]) -> tuple[dict[_Table, _Matrix], dict[int, int]
 
 
 def _matrix(lines: Sequence[str], start: int, table: _Table) -> _Matrix:
-    """The cells of the table whose title is in line `start`, counted from 1."""
+    """Return the cells of the table whose title is in line `start`, counted from 1."""
     at = start
     while at < len(lines) and not lines[at].strip():
         at += 1

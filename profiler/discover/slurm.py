@@ -1,8 +1,8 @@
 """Reader of Slurm's `topology.conf`, `topology.yaml` and `scontrol show topology`: the switches above each node.
 
-Source of the formats, of trees or blocks: topology.conf(5), topology.yaml(5).  A switch that all nodes share is left
-out, as one set of switches joins the outermost tier anyway; a node that hangs higher than others repeats its outermost
-switch.
+Source of the formats for trees and blocks: topology.conf(5), topology.yaml(5).  A switch shared by all nodes is left
+out, because the outermost tier is always connected by one set of switches; a node attached at a higher tier than others
+repeats its outermost switch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autoplan.base.hostlist import MOST_HOSTS, expand_hosts
 from autoplan.profiler.discover.text import plain, shown, whole_number
 from autoplan.topology.cluster import NodeGroup
 
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the one in C reads ten times as fast; not every build has it
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C version is ten times faster, but not in every build
 _MOST_YAML_CHARACTERS = 2**20
 _MOST_YAML_DEPTH = 20
 _MOST_TIERS = 8
@@ -37,10 +37,10 @@ class SwitchTree:
     """Nodes of a file and their switches."""
 
     groups: tuple[NodeGroup, ...]
-    tier_nodes: tuple[int, ...]  # most nodes below one switch of each tier, innermost first
+    tier_nodes: tuple[int, ...]  # maximum nodes below one switch of each tier, innermost first
 
     def of(self, names: Sequence[str]) -> tuple[NodeGroup, ...]:
-        """The groups of an allocation, in its order; a node that the file does not know is refused."""
+        """Return the groups of an allocation, in its order; InputError for a node that is not in the file."""
         switches = {name: group.switches for group in self.groups for name in group.names}
         for name in names:
             if name not in switches:
@@ -58,9 +58,9 @@ def parse(text: str) -> SwitchTree:
 
 
 def _as_in_file(line: str) -> str:
-    """Return a line that scontrol prints, with a level, and nodes below switches of switches, as a file has it."""
+    """Convert a line of scontrol, with a level and indirect nodes, to the format of a file."""
     if re.match(r"(?i)\s*AggregatedBlock=", line):
-        return ""  # made of the blocks on other lines
+        return ""  # consists of blocks on other lines
     statement = _IGNORED.sub("", line)
     return _NODES.sub("", statement) if statement != line and re.search(r"(?i)\bSwitches=\S", line) else statement
 
@@ -89,7 +89,7 @@ def _from_conf(lines: Sequence[str]) -> SwitchTree:
 
 
 def _continued(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Lines and the numbers of their ends; a backslash at the end of one continues it."""
+    """Yield lines with the number of their last physical line; a backslash at the end continues a line."""
     before = ""
     for number, line in enumerate(lines, start=1):
         if line.endswith("\\"):
@@ -186,7 +186,7 @@ def _yaml(text: str) -> object:
         mark = error.problem_mark
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         raise InputError(f"not valid YAML: {error.problem}{place}") from None
-    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: such as the date 2026-99-99
+    except (yaml.YAMLError, ValueError, OverflowError) as error:  # ValueError: for example the date 2026-99-99
         raise InputError(f"not valid YAML: {shown(str(error))}") from None
 
 
@@ -195,7 +195,7 @@ def _yaml(text: str) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Entry:
-    """A switch or block as the file describes it; its nodes and children are host lists."""
+    """A switch or block in the file; its nodes and children are host lists."""
 
     where: str
     name: str = ""
@@ -222,7 +222,7 @@ def _path(switch: str, parent: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _block(blocks: Sequence[_Entry], sizes: Sequence[int]) -> SwitchTree:
-    """Blocks, and the larger ones that BlockSizes makes of as many neighbours."""
+    """Return blocks, and the larger ones that BlockSizes forms from neighbours."""
     if sizes and (sizes[0] < 1 or any(size < 1 or size % sizes[0] for size in sizes)):
         raise InputError(f"block sizes must be multiples of the first, got {list(sizes)}")
     paths = {}

@@ -1,4 +1,4 @@
-"""The text of outside tools, line by line, without what terminals and hands add to it."""
+"""Text of external tools, line by line, without artefacts of terminals and copying."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import re
 from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
 
-# Colours and underlines of a terminal; pasted text has often lost the escape character before them.
+# Terminal colours and underlines; copied text has often lost the escape character before them.
 _STYLE = re.compile(r"\x1b?\[(?:\d{1,3}(?:;\d{1,3})*)?m")
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-fA-F]{4,8}):)?(?P<rest>[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F])")
 
-_SHOWN = 40  # characters of a wrong word that a message repeats
-MOST_COLUMNS = 32_000  # characters of a line; a row of the widest table has some thousand
+_SHOWN = 40  # characters of an invalid word quoted in a message
+MOST_COLUMNS = 32_000  # maximum characters of a line; a row of the widest table has a few thousand
 
 
 def plain(text: str) -> str:
@@ -25,25 +25,25 @@ def plain(text: str) -> str:
 
 
 def plain_lines(text: str) -> list[str]:
-    """The lines of `plain(text)`; what is longer than any row of a table is cut, and no row then."""
+    """Return the lines of `plain(text)`; longer lines than any table row are truncated, which makes them invalid."""
     return [line[:MOST_COLUMNS] for line in plain(text).split("\n")]
 
 
 def shown(word: str) -> str:
-    """A word of the input as a message may repeat it."""
+    """Return a word of the input for a message."""
     word = cleaned(word)
     return repr(word if len(word) <= _SHOWN else word[:_SHOWN] + "...")
 
 
 def whole_number(word: str, where: str, *, at_most: int) -> int:
-    """Return `word` as a number between 0 and `at_most`; `where` says what it is and its place."""
+    """Return `word` as a number between 0 and `at_most`; `where` describes it and its place."""
     if not re.fullmatch(r"[0-9]{1,12}", word) or int(word) > at_most:
         raise InputError(f"{where} must be a whole number from 0 to {at_most:,}, got {shown(word)}")
     return int(word)
 
 
 def pci_address(text: str) -> str:
-    """A bus address as Linux writes it, "0000:1b:00.0", from that of NVML or one without domain; blank for none."""
+    """Return a bus address in Linux format, "0000:1b:00.0", from NVML's or one without domain; blank if invalid."""
     match = _PCI.fullmatch(text.strip())
     if not match:
         return ""

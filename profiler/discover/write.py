@@ -1,4 +1,4 @@
-"""Writer of a cluster as TOML in human units, with remarks, so that a person can read and correct it."""
+"""Writer of a cluster as TOML in human units, with comments, so that the user can read and correct it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ WIDTH = 120
 
 
 def cluster_toml(cluster: ClusterSpec, remarks: Mapping[str, str], heading: tuple[str, ...] = ()) -> str:
-    """The text of a cluster file that decodes to `cluster`.
+    """Return the text of a cluster file that decodes to `cluster`.
 
-    `remarks` are comments by the place of a field, such as `levels[0].bandwidth_bytes_per_s`; `heading` are those above
-    all.  What is as it would be without being said is left out, unless there is a remark on it.
+    `remarks` are comments by the place of a field, such as `levels[0].bandwidth_bytes_per_s`; `heading` has the
+    comments at the top.  Default values are left out unless there is a remark on them.
     """
     lines = [f"# {cleaned(line)}" for line in heading]
     lines += _table(cluster, "", "", remarks)
