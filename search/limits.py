@@ -452,4 +452,4 @@ def check_words(name: str, book: Rulebook, limits: Limits, unasked: Limits) -> N
         accepted = words if row.kind is Kind.WORD else values
         for value in values:
             if value not in accepted and value not in unasked.of(axis):
-                raise InputError(f"{name} has no {axis} {value}: known are {', '.join(map(shown, accepted))}")
+                raise InputError(f"{name} has no {axis} {value}: it has {', '.join(map(shown, accepted))}")

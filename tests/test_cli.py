@@ -553,7 +553,7 @@ def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
         (("llama.json", *PLACE, "--framework", "hai-llm"), "not known yet"),
         (("llama.json", *PLACE, "--framework", "tensorfold"), "unknown framework"),
         (("llama.json", *PLACE, "--framework", "nanotron", "--fix", "sharding=zero3"), "has no sharding zero3"),
-        (("llama.json", *PLACE, "--fix", "schedule=zb-v"), "no schedule zb-v: known are 1f1b, interleaved"),
+        (("llama.json", *PLACE, "--fix", "schedule=zb-v"), "no schedule zb-v: it has 1f1b, interleaved"),
         (("llama.json", *PLACE, "--forbid", "schedule=zbv"), "did you mean schedule=zb-v"),
         (("llama.json", *PLACE, "--forbid", "cuda_graphs=all"), "of cuda_graphs there are cuda_graphs=none, "),
         (("llama.json", *PLACE, "--fix", "offload=optimizer", "--forbid", "offload"), "no other value of offload"),

@@ -113,7 +113,7 @@ def test_megatron_bridge_reduces_16_bits_unless_told_otherwise() -> None:
 def test_versions_do_not_offer_what_came_later() -> None:
     assert "moment_dtype" not in book_of(load_framework("nemo-24.07")).extras
     assert "moment_dtype" in book_of(load_framework("nemo")).extras
-    with pytest.raises(InputError, match="has no moment_dtype bf16: known are fp32"):
+    with pytest.raises(InputError, match="has no moment_dtype bf16: it has fp32"):
         make_space(problem_of("nemo-24.07"), 64, fix=["moment_dtype=bf16"])
     with pytest.raises(InputError, match="torchtitan has no moment_dtype bf16"):
         make_space(problem_of("torchtitan"), 64, fix=["moment_dtype=bf16"])

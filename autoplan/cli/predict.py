@@ -16,8 +16,10 @@ from autoplan.cli.options import CalibrationOption, ForceOption
 
 
 def predict(
-    runs: Annotated[Path, typer.Option(help="CSV table of runs, with the columns of measured_runs.csv.")],
-    out: Annotated[Path, typer.Option(help="CSV table of predictions to write.")],
+    runs: Annotated[
+        Path, typer.Option(metavar="FILE", help="CSV table of runs, with the columns of measured_runs.csv.")
+    ],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="CSV table of predictions to write.")],
     calibration: CalibrationOption = None,
     force: ForceOption = False,
     json: Annotated[bool, typer.Option("--json", help="Print the counts as JSON.")] = False,

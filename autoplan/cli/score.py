@@ -12,9 +12,12 @@ from autoplan.cli.options import CalibrationOption, JsonOption
 
 
 def score(
-    runs: Annotated[Path, typer.Option(help="CSV table of measured runs, with the columns of measured_runs.csv.")],
+    runs: Annotated[
+        Path, typer.Option(metavar="FILE", help="CSV table of measured runs, with the columns of measured_runs.csv.")
+    ],
     predictions: Annotated[
-        Path | None, typer.Option(help="Output of `autoplan predict`; without it, the runs are priced now.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Output of `autoplan predict`; without it, the runs are priced now."),
     ] = None,
     calibration: CalibrationOption = None,
     json: JsonOption = False,
