@@ -1,1 +1,1 @@
-"""Hardware and software of this machine, and the load on it while something is measured."""
+"""Hardware and software of this machine, and its load during measurements."""

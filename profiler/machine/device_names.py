@@ -1,4 +1,4 @@
-"""Shipped devices that the name may mean that a driver, or a log, gives to a device."""
+"""Shipped devices for the names of devices in drivers and logs."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 def devices_named(name: str) -> tuple[str, ...]:
-    """Return autoplan's ids of the devices that `name` may mean; none where no such device is shipped."""
+    """Return autoplan's ids of the devices that `name` may mean; empty if no such device is shipped."""
     return next((ids for pattern, ids in _NAMES if re.fullmatch(pattern, name.strip())), ())
 
 
 def device_named(name: str) -> str:
-    """Return autoplan's id of the device `name`; `name` itself where none is shipped or several are called so."""
+    """Return autoplan's id of the device `name`; `name` itself if none is shipped or the name is ambiguous."""
     ids = devices_named(name)
     return ids[0] if len(ids) == 1 else name.strip()

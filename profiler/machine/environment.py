@@ -1,7 +1,7 @@
-"""Fingerprint of this machine: what decides how long operations take on it.
+"""Fingerprint of this machine: the properties that determine the speed of operations.
 
-Read from torch, NVML (NVIDIA) and sysfs; nothing is set.  What changes from boot to boot or from second to second is
-left out: process ids, the order in which buses, devices and NICs are counted, temperatures, present clocks.
+It is read from torch, NVML (NVIDIA) and sysfs, without changing settings.  Everything that varies between boots or over
+time is left out: process ids, the numbering of buses, devices and NICs, temperatures, current clocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from autoplan.profiler.record import Fingerprint
 
 
 def nvml_handle(device: torch.device) -> Any | None:
-    """NVML's handle of a CUDA device: found by its UUID, since CUDA_VISIBLE_DEVICES may count differently."""
+    """Return NVML's handle of a CUDA device, found by its UUID, because CUDA_VISIBLE_DEVICES may renumber devices."""
     library = nvml()
     if library is None or device.type != "cuda" or torch.version.hip:
         return None
@@ -46,7 +46,7 @@ def nvml_handle(device: torch.device) -> Any | None:
 
 
 def amd_handle(device: torch.device) -> Any | None:
-    """AMD SMI's handle of a ROCm device, found by its place on the PCI bus."""
+    """Return AMD SMI's handle of a ROCm device, found by its place on the PCI bus."""
     library = amdsmi()
     if library is None or device.type != "cuda" or not torch.version.hip:
         return None
@@ -61,7 +61,7 @@ def _pci_address(device: torch.device) -> str:
 
 
 def collectives_version(device: torch.device) -> str:
-    """The library that moves data between devices, with its version: 'nccl 2.28.3', 'gloo'."""
+    """Return the library that moves data between devices, with its version: 'nccl 2.28.3', 'gloo'."""
     if device.type == "cpu":
         return "gloo"
     number = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
@@ -69,7 +69,7 @@ def collectives_version(device: torch.device) -> str:
 
 
 def fingerprint(device: torch.device, *, num_hosts: int = 1, devices_here: int = 1, sys: Path = SYS) -> Fingerprint:
-    """The fingerprint of this node with `device`, in an allocation of `num_hosts` that uses `devices_here` of it."""
+    """Return the fingerprint of this node with `device`, in an allocation of `num_hosts` with `devices_here` of it."""
     cpu, torch_version = cpu_model(), str(torch.__version__)
     ports = [nic for nic in nics(sys) if nic.is_up]
     names = tuple(sorted(str(nic) for nic in ports))
@@ -77,7 +77,7 @@ def fingerprint(device: torch.device, *, num_hosts: int = 1, devices_here: int =
         num_cores = psutil.cpu_count() or 1
         return Fingerprint(
             device="cpu",
-            memory_bytes=round(psutil.virtual_memory().total / GIB) * GIB,  # kernels keep varying amounts
+            memory_bytes=round(psutil.virtual_memory().total / GIB) * GIB,  # kernels reserve varying amounts
             devices_per_node=num_cores,
             num_hosts=num_hosts,
             runtime="cpu",
@@ -112,14 +112,14 @@ def fingerprint(device: torch.device, *, num_hosts: int = 1, devices_here: int =
 
 
 def own_fingerprint() -> Fingerprint:
-    """The fingerprint of this node alone, with its first device."""
+    """Return the fingerprint of this single node, with its first device."""
     return fingerprint(torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu"))
 
 
 def canonical_hash(labels: Sequence[str], links: Mapping[tuple[int, int], str]) -> str:
-    """Hash nodes with `labels` and the links between them to 16 hexadecimal digits, in whatever order they come.
+    """Hash nodes with `labels` and the links between them to 16 hexadecimal digits, independent of their order.
 
-    Colour refinement: each round a node's colour takes in those of its neighbours and of the links to them.
+    By colour refinement: in each round a node's colour combines those of its neighbours and of the links to them.
     """
     colours = list(labels)
     for _ in range(4):  # a node's links have few kinds: their pattern shows after two rounds
@@ -136,7 +136,7 @@ def _digest(parts: Sequence[str]) -> str:
 
 
 def _node_topology(sys: Path, gpus: Sequence[Gpu], links: Links, ports: Sequence[Nic]) -> str:
-    """Hash of how GPUs, NICs and sockets of a node hang together."""
+    """Return a hash of the connections between GPUs, NICs and sockets of a node."""
     paths = [(sys / "bus/pci/devices" / gpu.pci).resolve() for gpu in gpus] + [nic.path for nic in ports]
     labels = ["gpu"] * len(gpus) + [str(nic) for nic in ports]
     near = {
@@ -157,7 +157,7 @@ def _driver(sys: Path) -> str:
 
 
 def _power_cap_w(device: torch.device, sys: Path) -> int:
-    """The limit in force in watts; 0 where it cannot be read."""
+    """Return the power limit in force in watts; 0 if it cannot be read."""
     if (handle := nvml_handle(device)) is not None:
         library = nvml()
         assert library is not None

@@ -1,4 +1,4 @@
-"""Hardware of this node, as NVML, the kernel's amdkfd and sysfs tell.  Read without torch; nothing is set."""
+"""Hardware of this node from NVML, the kernel's amdkfd and sysfs, read without torch and without changing settings."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from autoplan.readers.device import load_device
 
 SYS = Path("/sys")
 CPUINFO = Path("/proc/cpuinfo")
-_BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}  # as the kernel calls them on x86 and, the last one, on Arm
+_BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}  # the kernel's names on x86 and (the last one) on Arm
 
-# ROCm may name every device "AMD Radeon Graphics": then the architecture says which it can be.
+# ROCm may name every device "AMD Radeon Graphics": then the architecture limits the possible devices.
 _ARCHITECTURES = {"gfx90a": ("mi250x-gcd",), "gfx942": ("mi300x", "mi325x"), "gfx950": ("mi350x", "mi355x")}
-_MEMORY_TOLERANCE = 0.04  # drivers keep different amounts for themselves; the nearest two products differ by a tenth
+_MEMORY_TOLERANCE = 0.04  # drivers reserve different amounts; the closest two products differ by 10 %
 
 _KFD_LINKS = {"2": "pcie", "11": "xgmi"}  # io_link types of the kernel's amdkfd topology
 _GPU_TO_GPU, _GPU_TO_SWITCH = 0, 2  # NVML_NVLINK_DEVICE_TYPE_GPU and _SWITCH
 
-# How close two PCI devices are: below one switch, one root complex, one socket, or none of them.
+# Distance of two PCI devices: below one switch, one root complex, one socket, or none of them.
 PciRelation = Literal["switch", "root", "socket", "far"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """An accelerator of the node; what cannot be read is blank or 0."""
+    """An accelerator of the node; unreadable values are blank or 0."""
 
-    pci: str  # as sysfs writes it: 0000:17:00.0
+    pci: str  # in the format of sysfs: 0000:17:00.0
     name: str = ""
     memory_bytes: int = 0
     architecture: str = ""  # gfx942
@@ -46,15 +46,15 @@ class GpuLink:
     """Links between two GPUs, or between a GPU and the switches of the fabric."""
 
     kind: str  # nvlink, xgmi, pcie
-    num_links: int = 1  # side by side
-    weight: str = ""  # as amdkfd rates the distance
-    bytes_per_s: float | None = None  # of all of them, one direction
+    num_links: int = 1  # parallel links
+    weight: str = ""  # amdkfd's measure of the distance
+    bytes_per_s: float | None = None  # total of all links, per direction
 
     def __str__(self) -> str:
         return f"{self.kind} {self.weight}" if self.weight else f"{self.kind} x{self.num_links}"
 
 
-Links = dict[tuple[int, int], GpuLink]  # by the indices of two GPUs; of one and itself: to switches
+Links = dict[tuple[int, int], GpuLink]  # by the indices of two GPUs; twice the same index: to switches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +72,10 @@ class Nic:
 
 
 def device_id(name: str, memory_bytes: int, *, architecture: str = "", compute_units: int = 0) -> str:
-    """Return autoplan's id of the device that the driver calls `name`, else that name.
+    """Return autoplan's id of the device that the driver calls `name`, or else that name.
 
-    The name must match a rule and the visible memory that of a shipped device within 4 %; a device that ROCm names in
-    general only is known by its architecture, memory and number of compute units.
+    The name must match a rule, and the visible memory that of a shipped device within 4 %; a device with a generic name
+    in ROCm is identified by its architecture, memory and number of compute units.
     """
     ids = devices_named(name)
     by_architecture = not ids and "Instinct" not in name
@@ -93,7 +93,7 @@ def device_id(name: str, memory_bytes: int, *, architecture: str = "", compute_u
 
 @lru_cache(maxsize=1)
 def nvml() -> Any | None:
-    """NVIDIA's management library (nvidia-ml-py), started; None where it or a driver for it is missing."""
+    """Return NVIDIA's management library (nvidia-ml-py), initialised; None if it or its driver is missing."""
     try:
         import pynvml
     except ImportError:
@@ -107,10 +107,10 @@ def nvml() -> Any | None:
 
 @lru_cache(maxsize=1)
 def amdsmi() -> Any | None:
-    """AMD's management library, which comes with ROCm, started; None where it or a driver for it is missing."""
+    """Return AMD's management library, which is part of ROCm, initialised; None if it or its driver is missing."""
     try:
         import amdsmi as library
-    except (ImportError, OSError, KeyError):  # its package loads the driver's library when it is imported
+    except (ImportError, OSError, KeyError):  # its package loads the driver's library on import
         return None
     try:
         library.amdsmi_init()
@@ -120,7 +120,7 @@ def amdsmi() -> Any | None:
 
 
 def visible_nvidia_handles() -> list[Any]:
-    """NVML's handles of the GPUs that CUDA_VISIBLE_DEVICES leaves: of all where it names parts of them."""
+    """Return NVML's handles of the GPUs in CUDA_VISIBLE_DEVICES; of all GPUs if it names parts of them."""
     library = nvml()
     if library is None:
         return []
@@ -142,7 +142,7 @@ def visible_nvidia_handles() -> list[Any]:
 
 
 def _nvidia_handles(library: Any) -> tuple[list[Any], int]:
-    """Return (the GPUs that answer, how many NVML counts that do not, such as one that fell off the bus)."""
+    """Return (the GPUs that respond, the number of GPUs that do not, such as one that fell off the bus)."""
     handles, count = [], library.nvmlDeviceGetCount()
     for at in range(count):
         with suppress(library.NVMLError):
@@ -153,7 +153,7 @@ def _nvidia_handles(library: Any) -> tuple[list[Any], int]:
 
 
 def amd_handles() -> list[Any]:
-    """AMD SMI's handles of all GPUs of this node."""
+    """Return AMD SMI's handles of all GPUs of this node."""
     library = amdsmi()
     if library is None:
         return []
@@ -163,13 +163,13 @@ def amd_handles() -> list[Any]:
 
 
 def num_lost_gpus() -> int:
-    """Count the GPUs of NVIDIA that the driver knows and that do not answer."""
+    """Return the number of NVIDIA GPUs that are known to the driver and do not respond."""
     library = nvml()
     return _nvidia_handles(library)[1] if library else 0
 
 
 def nvidia_gpus() -> tuple[list[Gpu], Links]:
-    """The GPUs that answer NVML, and the NVLinks between them."""
+    """Return the GPUs that respond to NVML, and the NVLinks between them."""
     library = nvml()
     if library is None:
         return [], {}
@@ -205,12 +205,12 @@ def _text(value: str | bytes) -> str:
 
 
 def _pci_address(bus_id: str | bytes) -> str:
-    """NVML's '00000000:17:00.0' as sysfs writes it: '0000:17:00.0'."""
+    """Return NVML's '00000000:17:00.0' in the format of sysfs: '0000:17:00.0'."""
     return _text(bus_id).lower()[-12:]
 
 
 def amd_gpus(sys: Path) -> tuple[list[Gpu], Links]:
-    """The GPUs of the kernel's amdkfd topology, and the links between them."""
+    """Return the GPUs of the kernel's amdkfd topology, and the links between them."""
     nodes = {}
     for node in sorted((sys / "class/kfd/kfd/topology/nodes").glob("*"), key=lambda path: int(path.name)):
         properties = _properties(node / "properties")
@@ -266,7 +266,7 @@ def nics(sys: Path) -> list[Nic]:
         device = (net / "device").resolve()
         if not device.exists() or (device / "infiniband").exists():
             continue
-        mbit_per_s = _number(read(net / "speed"))  # -1 where the driver does not know
+        mbit_per_s = _number(read(net / "speed"))  # -1 if unknown to the driver
         adapters.append(
             Nic(
                 name=net.name,
@@ -280,12 +280,12 @@ def nics(sys: Path) -> list[Nic]:
 
 
 def _number(text: str) -> float | None:
-    """A positive number; None for anything else."""
+    """Return a positive number; None for anything else."""
     return float(text) if re.fullmatch(r"\d{1,9}(\.\d{1,3})?", text) and float(text) > 0 else None
 
 
 def pci_relation(first: Path, second: Path) -> PciRelation:
-    """Tell how close two devices are whose places on the PCI bus are given."""
+    """Return the distance of two devices, given their places on the PCI bus."""
     common = os.path.commonpath([first, second])
     roots = [part for part in Path(common).parts if part.startswith("pci")]
     if roots:
@@ -294,7 +294,7 @@ def pci_relation(first: Path, second: Path) -> PciRelation:
 
 
 def numa_nodes(sys: Path) -> list[str]:
-    """The distances of every NUMA node to the others, as firmware tells them."""
+    """Return the distances of every NUMA node to the others, as reported by the firmware."""
     return [
         "numa " + " ".join(sorted(read(node / "distance").split()))
         for node in (sys / "devices/system/node").glob("node[0-9]*")
@@ -302,7 +302,7 @@ def numa_nodes(sys: Path) -> list[str]:
 
 
 def cpu_model() -> str:
-    """The processor's name; its architecture where /proc does not tell one, as on Arm."""
+    """Return the processor's name; its architecture if /proc does not contain the name, as on Arm."""
     with suppress(OSError):
         if match := re.search(r"^model name\s*:\s*(.+)$", CPUINFO.read_text(), re.MULTILINE):
             return cleaned(" ".join(match[1].split()))
@@ -310,7 +310,7 @@ def cpu_model() -> str:
 
 
 def emulates_bf16(cpuinfo: Path = CPUINFO) -> bool:
-    """Tell whether the cores are known to lack units for products in bf16, which take many times as long as fp32."""
+    """Return whether the cores are known to lack bf16 units, so that bf16 GEMMs are many times slower than fp32."""
     with suppress(OSError):
         if match := re.search(r"^(?:flags|Features)\s*:(.+)$", cpuinfo.read_text(), re.MULTILINE):
             return _BF16_UNITS.isdisjoint(match[1].split())
@@ -318,7 +318,7 @@ def emulates_bf16(cpuinfo: Path = CPUINFO) -> bool:
 
 
 def read(path: Path) -> str:
-    """The text of a file of sysfs; empty where it is missing or refuses, as `speed` of a link that is down does."""
+    """Return the text of a sysfs file; empty if it is missing or unreadable, such as `speed` of a link that is down."""
     try:
         lines = path.read_text().strip().splitlines()
     except (OSError, UnicodeDecodeError):

@@ -1,4 +1,4 @@
-"""Sensors of what else goes on during a measurement: other load on the machine, clocks, power, slowdowns."""
+"""Sensors for the conditions of a measurement: other load on the machine, clocks, power, slowdowns."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Window:
 
     host: str
     wall_s: float
-    busy_core_s: float = 0.0  # of all cores of the host, whoever used them
+    busy_core_s: float = 0.0  # total of all cores of the host and all processes
     own_core_s: float = 0.0  # of this process
     num_cores: int = 1
-    foreign_device: float = 0.0  # share of the device that other processes used
+    foreign_device: float = 0.0  # share of the device used by other processes
     slowdown: str = ""
-    pace: float = 1.0  # as `pace` has it
+    pace: float = 1.0  # result of `pace`
     clock_mhz: int = 0
     power_w: int = 0
 
 
 def foreign_load(windows: Sequence[Window], *, on_cpu: bool) -> float:
-    """The share of its devices that others used on the worst host, from the windows of all ranks.
+    """Return the share of devices used by other processes on the worst host, from the windows of all ranks.
 
-    Where the cores are the devices: (busy - what the ranks of the host used) / (wall x cores), `closed-loop` 2.2.
+    If the cores are the devices, it is (busy - used by the host's ranks) / (wall x cores), `closed-loop` 2.2.
     """
     if not on_cpu:
         return max(window.foreign_device for window in windows)
@@ -56,12 +56,12 @@ def foreign_load(windows: Sequence[Window], *, on_cpu: bool) -> float:
 
 
 def pace(checks_s: Sequence[float]) -> float:
-    """Time of the last of a process's checks over that of its better ones: over their lower quartile."""
+    """Return the time of a process's last check over the lower quartile of all its checks."""
     return checks_s[-1] / float(np.quantile(checks_s, 0.25))
 
 
 class Sensors:
-    """Reads the host and one device; sets nothing."""
+    """Reads the host and one device without changing settings."""
 
     def __init__(self, device: torch.device, host: str) -> None:
         self._device, self._host = device, host
@@ -79,14 +79,14 @@ class Sensors:
         self._began = (time.perf_counter(), _busy_core_s(), time.process_time())
 
     def look(self) -> None:
-        """Note clocks and power: to be called while the device works."""
+        """Record clocks and power; to be called while the device works."""
         if self._device.type == "cpu":
             return
         self._state = (self._slowdown(), self._reading(torch.cuda.clock_rate), self._power_w())
 
     def _reading(self, ask: Callable[[torch.device], int]) -> int:
-        """Return a sensor's value; 0 where the library, the rights or the sensor are missing."""
-        with suppress(Exception):  # each library has errors of its own
+        """Return a sensor's value; 0 if the library, the permission or the sensor is missing."""
+        with suppress(Exception):  # each library has its own errors
             return ask(self._device)
         return 0
 
@@ -95,7 +95,7 @@ class Sensors:
         return power if torch.version.hip else round(power / 1000)
 
     def stop(self) -> Window:
-        """The window since `start`."""
+        """Return the window since `start`."""
         start_s, busy_s, process_s = self._began
         slowdown, clock_mhz, power_w = self._state
         end = (time.perf_counter(), _busy_core_s(), time.process_time())
