@@ -13,10 +13,10 @@ from autoplan.base.units import check_count, check_positive
 from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, NARROW_TYPES, PRODUCTS, Operation
 from autoplan.topology.cluster import DeviceSpec
 
-# What a calibration may move, in the order in which a fit takes them up: what most runs tell apart first.
+# Factors that a calibration may change, in the order of the fit: first those that most runs determine.
 FACTORS = ("overall", "memory_bound", "host", "scale_out", "scale_up", "attention", "gemm")
 
-# The spreads of step times, one for every kind of plans: those below have the first unless they have their own.
+# Spreads of step times by kind of plan: a kind without its own spread uses the first one.
 TIME_SPREADS = (
     "time_spread",
     "tensor_time_spread",
@@ -31,7 +31,7 @@ class FitConditions:
     """Conditions under which the runs of a calibration were priced; its factors are valid only under the same ones."""
 
     device: str
-    autoplan: str  # version, of which the cost model is a part
+    autoplan: str  # version of autoplan, and thus of the cost model
     timings: str = ""  # digest of the measured times (`TimingTable.digest`); blank: none
 
 
@@ -46,25 +46,25 @@ class Calibration:
     """
 
     name: str = "reference"
-    overall: float = 1.0  # on the whole step
+    overall: float = 1.0  # applies to the whole step
     gemm: float = 1.0
     attention: float = 1.0
     memory_bound: float = 1.0
     host: float = 1.0
     scale_up: float = 1.0  # collectives inside the scale-up domain
     scale_out: float = 1.0  # collectives over the network
-    time_spread: float | None = None  # None: no runs of one's own, so that the general spreads hold
-    tensor_time_spread: float | None = None  # of plans whose tensor or context parallelism leaves the scale-up domain
-    pipeline_time_spread: float | None = None  # of plans with several stages
-    spine_time_spread: float | None = None  # of all plans on more nodes than one leaf switch serves
-    experts_time_spread: float | None = None  # of all mixtures of experts
-    # What the runs were like; empty: nothing counts as new.
+    time_spread: float | None = None  # None: no runs of its own, so the general spreads apply
+    tensor_time_spread: float | None = None  # for plans whose tensor or context parallelism leaves the scale-up domain
+    pipeline_time_spread: float | None = None  # for plans with several stages
+    spine_time_spread: float | None = None  # for all plans on more nodes than one leaf switch connects
+    experts_time_spread: float | None = None  # for all mixtures of experts
+    # Properties of the runs; empty: nothing counts as new.
     blocks: tuple[str, ...] = ()  # what they have beside dense layers that are trained as a whole, and "dense"
     precisions: tuple[str, ...] = ()
     most_devices: int = 0  # 0: any number
-    # Share of a step outside of kernels, bubbles aside, up to which plans are like the runs: their 95 % quantile.
+    # Share of a step outside of kernels, without bubbles, up to which plans resemble the runs: their 95 % quantile.
     exposed_share: float = 1.0
-    unseen: tuple[str, ...] = ()  # of a whole problem, "framework" or "generation": no run rests on it
+    unseen: tuple[str, ...] = ()  # aspects of a whole problem that no run covers: "framework" or "generation"
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
     fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept
@@ -110,7 +110,7 @@ class Calibration:
 
     @property
     def time_spreads(self) -> Floats:
-        """The spread of every kind in `TIME_SPREADS`; NaN where no run determines it."""
+        """Spread of every kind in `TIME_SPREADS`; NaN if no run determines it."""
         spreads = (getattr(self, name) or self.time_spread for name in TIME_SPREADS)
         return np.array([math.nan if spread is None else spread for spread in spreads])
 
@@ -118,7 +118,7 @@ class Calibration:
 def burst_factors(
     device: DeviceSpec, calibration: Calibration | None = None
 ) -> dict[Operation | tuple[Operation, str], float]:
-    """Time of operations in training over that in short benchmarks at burst clocks (`modelling` C2, C9).
+    """Return the time of operations in training over that in short benchmarks at burst clocks (`modelling` C2, C9).
 
     Bursts tell the shape, not the level: that stays the one of the reference, whose `calibration` thus holds for them.
     Products in 8 or 4 bits stand apart where the device sustains those at a rate of its own.

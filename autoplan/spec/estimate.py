@@ -22,7 +22,7 @@ RISKY_Z, OOM_Z = -1.6448536269514722, 0.0  # the same as quantiles of the normal
 
 
 def probability_above(z: float) -> float:
-    """Probability that a normal variable exceeds a bound, its mean `z` standard deviations above that."""
+    """Return the probability that a normal variable exceeds a bound that is `z` standard deviations below its mean."""
     return 0.5 * math.erfc(-z / math.sqrt(2.0))
 
 
@@ -40,11 +40,11 @@ class CostEstimate(Rows):
     high_s: Floats
     terms_s: dict[str, Floats]
     memory_bytes: Floats
-    logged_memory_bytes: Floats  # the peak that the framework's own log would show
+    logged_memory_bytes: Floats  # the peak in the framework's own log
     memory_terms_bytes: dict[str, Floats]
     worst_stage: Ints
     capacity_bytes: float
-    host_memory_bytes: Floats  # of a node
+    host_memory_bytes: Floats  # per node
     oom_z: Floats  # distance to the capacity of device or host in standard deviations of log memory
 
     def __len__(self) -> int:
@@ -82,11 +82,11 @@ class StageCost:
 class StagePlace:
     """Location of a pipeline stage, in every replica of its kind."""
 
-    kind: str = ""  # of replica: a letter where they are unlike
+    kind: str = ""  # kind of replica: a letter if there are several kinds
     stage: int
-    part: str = ""  # of a mixed cluster, by name
-    num_microbatches: int  # that pass through it in a step
-    capacity_bytes: float  # of one of its devices, that a plan may use
+    part: str = ""  # name of the part of a mixed cluster
+    num_microbatches: int  # micro-batches per step in this stage
+    capacity_bytes: float  # usable memory of one of its devices
 
     @property
     def name(self) -> str:
@@ -95,30 +95,30 @@ class StagePlace:
 
     @property
     def words(self) -> str:
-        """The stage and where it is."""
+        """Description of the stage and its location."""
         return f"stage {self.name} on {self.part}" if self.part else f"stage {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedStage:
-    """A stage with its place."""
+    """A stage with its location."""
 
     place: StagePlace
     cost: StageCost
 
     @property
     def fill(self) -> float:
-        """Memory over the capacity of its own devices."""
+        """Memory over the capacity of its devices."""
         return self.cost.memory_bytes / self.place.capacity_bytes
 
     @property
     def busy_s(self) -> float:
-        """Time of its work in a step."""
+        """Busy time in a step."""
         return self.place.num_microbatches * sum(self.cost.terms_s.values())
 
 
 def placed(stages: Iterable[StageCost], num_microbatches: int, capacity_bytes: float) -> tuple[PlacedStage, ...]:
-    """Stages of a plan whose devices are alike."""
+    """Return the stages of a plan on equal devices."""
     return tuple(
         PlacedStage(
             place=StagePlace(stage=stage.stage, num_microbatches=num_microbatches, capacity_bytes=capacity_bytes),

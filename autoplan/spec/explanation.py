@@ -27,7 +27,7 @@ class AxisChange:
     before: str
     after: str
     alone: RankedPlan | None  # the file's plan with this change
-    why_not: str  # the framework does not admit that plan; empty where it does
+    why_not: str  # why the framework does not support that plan; empty if it does
     options: tuple[OptionChange, ...] = ()
 
 
@@ -35,7 +35,7 @@ class AxisChange:
 class WalkStep:
     """Intermediate plan on the path from a launch file to the best plan, with the changes so far."""
 
-    axes: tuple[str, ...]  # that change in this step
+    axes: tuple[str, ...]  # axes changed in this step
     plan: RankedPlan
 
 
@@ -52,12 +52,12 @@ class CurrentPlan:
     plan: ParallelPlan
     broken: tuple[str, ...]  # why the framework refuses it
     priced: RankedPlan | None
-    gap: Contender | None  # of the file's plan to the best
-    num_faster: int  # cells of the space, at least, that hold a faster plan
+    gap: Contender | None  # gap between the file's plan and the best
+    num_faster: int  # minimum number of cells of the search space with a faster plan
     changes: tuple[AxisChange, ...]
     walk: tuple[WalkStep, ...]
-    options: tuple[OptionChange, ...]  # between the file and the one of the best plan
-    no_options: str  # why these are not known; empty where they are
+    options: tuple[OptionChange, ...]  # changes from the file to the best plan's file
+    no_options: str  # why the changes of options are unknown; empty if they are known
     unread: dict[str, str]  # options of the file that were not understood and may matter, with the reason
 
 
@@ -67,16 +67,16 @@ class Neighbour:
 
     changes: tuple[tuple[str, str, str], ...]  # axis, value there, value here
     plan: RankedPlan
-    ratio: float  # of the times per sequence, to that of the other
-    stage: int  # that needs most memory
-    needed_bytes: float  # of the memory that is used most: of that stage, or of a host
+    ratio: float  # time per sequence relative to the other plan
+    stage: int  # the stage with the highest memory need
+    needed_bytes: float  # need for the scarcest memory, of that stage or of a host
     capacity_bytes: float
     is_host: bool
     broken: tuple[str, ...]  # rules of the framework, in words
 
     @property
     def is_possible(self) -> bool:
-        """Return whether it could be started."""
+        """Return whether the plan could be started."""
         return self.plan.verdict == "fits" and not self.broken
 
 
@@ -84,12 +84,12 @@ class Neighbour:
 class Versus:
     """Comparison with another plan, and the gain of each single change on the way to it."""
 
-    name: str  # as it was asked for
+    name: str  # as requested
     plan: RankedPlan
     stages: tuple[StageCost, ...]
     gap: Contender
     broken: tuple[str, ...]
-    changes: tuple[AxisChange, ...]  # none where the plans are of different problems
+    changes: tuple[AxisChange, ...]  # empty if the plans belong to different problems
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +100,10 @@ class Explanation:
     plan: RankedPlan
     stages: tuple[StageCost, ...]
     capacity_bytes: float
-    binds: tuple[str, ...]  # what stops faster plans, in words
-    changes: tuple[Neighbour, ...]  # the best plan of every axis with that one changed, fastest first
-    better: tuple[Neighbour, ...]  # faster ones with one or two changes, those that lack least first
-    alternatives: tuple[RankedPlan, ...]  # of the search, best first
+    binds: tuple[str, ...]  # constraints that exclude faster plans, in words
+    changes: tuple[Neighbour, ...]  # the best plan with another value of each axis, fastest first
+    better: tuple[Neighbour, ...]  # faster plans with one or two changes, the least infeasible first
+    alternatives: tuple[RankedPlan, ...]  # other plans of the search, best first
     certificate: Certificate | None
     versus: Versus | None = None
 
@@ -114,7 +114,7 @@ class MixedNeighbour:
 
     change: tuple[str, str, str]  # what, as there, as here
     plan: MixedCost
-    ratio: float  # of the times per sequence, to that of the other
+    ratio: float  # time per sequence relative to the other plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
