@@ -1,4 +1,4 @@
-"""Timings of kernels in traces of torch's profiler (Kineto), as records: what the training run itself measured.
+"""Records of kernel timings from traces of torch's profiler (Kineto), measured by the training run itself.
 
 Taken are forward products and their gradients by the input, causal attention, and collectives.  Shapes are those of
 the operators that launched the kernels (`record_shapes=True`), groups and sizes those that Kineto writes beside kernels
@@ -35,7 +35,7 @@ from autoplan.spec.operations import Operation
 
 SOURCE = "trace of torch's profiler"
 
-# As Kineto writes them of operators (c10's names) and of kernels of NCCL.
+# Kineto's names of data types for operators (c10's names) and for kernels of NCCL.
 _DTYPES = {
     **{"float": "fp32", "c10::BFloat16": "bf16", "c10::Half": "fp16"},
     **{"Float": "fp32", "BFloat16": "bf16", "Half": "fp16"},
@@ -63,7 +63,7 @@ _ATTENTIONS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _Attention("attention", 0, 4, True),
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _Attention("attention_backward", 1, 7, True),
 }
-# What NCCL's kernels and gloo's annotations are called, and whether the buffer is what a rank ends with.
+# Names of NCCL's kernels and gloo's annotations, and whether the buffer is a rank's output.
 _COLLECTIVES: tuple[tuple[re.Pattern[str], Operation, bool], ...] = (
     (re.compile(r"_?all_?reduce(_coalesced)?"), "all_reduce", False),
     (re.compile(r"_?all_?gather(_base|_into_tensor)?(_coalesced)?"), "all_gather", True),
@@ -74,7 +74,7 @@ _COLLECTIVES: tuple[tuple[re.Pattern[str], Operation, bool], ...] = (
 
 
 class _Arguments(msgspec.Struct):
-    """Arguments that Kineto writes beside an event; blank where it does not."""
+    """Arguments that Kineto writes for an event; blank if missing."""
 
     operator: Any = msgspec.field(name="External id", default=None)
     correlation: Any = None
@@ -124,10 +124,10 @@ class _Trace(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Timed:
-    """Operation that ran once: in order of its start among those of its rank."""
+    """Operation that ran once, in the order of starts on its rank."""
 
     operation: Operation
-    sizes: tuple[int, ...]  # of a collective: bytes of its buffer
+    sizes: tuple[int, ...]  # for a collective: bytes of its buffer
     dtype: str
     seconds: float
     is_alone: bool
@@ -140,11 +140,11 @@ _Span = tuple[float, float, _DetailedEvent]  # seconds, by the trace's clock
 
 
 def read_trace_records(path: Path, *, device: str | None = None) -> list[Record]:
-    """Return the records of a trace, or of a folder with those of one run's ranks.
+    """Return the records of a trace, or of a folder with the traces of one run's ranks.
 
-    `device` is autoplan's id of the devices, where traces do not name them or name them otherwise.
+    `device` is autoplan's id of the devices, for traces without or with another name.
 
-    Raises InputError where a file is no trace, several are of one rank, or no kernel in them has a shape.
+    Raises InputError if a file is no trace, several files belong to one rank, or no kernel has a shape.
     """
     traces: dict[int, _Trace] = {}
     for file in trace_files([path]):
@@ -202,7 +202,7 @@ def _record(
     dtype: str,
     times: Sequence[tuple[_Timed, str]],
 ) -> Record:
-    """Return the record of all times of one shape: of clean ones, where there are some."""
+    """Return the record of all times of one shape, only of the clean ones if there are any."""
     clean = [item for item, why_not in times if not why_not]
     samples = (clean or [item for item, _ in times])[:MOST_SAMPLES]
     samples_s = tuple(item.seconds for item in samples)
@@ -219,7 +219,7 @@ def _record(
         dtype=dtype,
         samples_s=samples_s,
         kernel=samples[0].kernel,
-        mode="sustained",  # at the clocks of training, as in no test
+        mode="sustained",  # at the clocks of training, unlike benchmarks
         status=status,
         reason=reason,
         source=SOURCE,
@@ -227,7 +227,7 @@ def _record(
 
 
 def _alone(timed: Mapping[int, Sequence[_Timed]]) -> Iterator[tuple[_Timed, str]]:
-    """Yield what one rank ran by itself, and why it is no clean time."""
+    """Yield single-rank operations, each with the reason why its time is not clean (blank if it is)."""
     for items in timed.values():
         yield from (
             (item, "" if item.is_alone else "other kernels ran concurrently") for item in items if not item.group
@@ -235,7 +235,7 @@ def _alone(timed: Mapping[int, Sequence[_Timed]]) -> Iterator[tuple[_Timed, str]
 
 
 def _together(timed: Mapping[int, Sequence[_Timed]]) -> Iterator[tuple[_Timed, str]]:
-    """Yield collectives as the rank that arrived last saw them, and why they are no clean times."""
+    """Yield collectives as timed by the rank that arrived last, each with the reason why its time is not clean."""
     by_kind: dict[_Kind, dict[int, list[_Timed]]] = defaultdict(lambda: defaultdict(list))
     for rank, items in timed.items():
         for item in items:
@@ -243,7 +243,7 @@ def _together(timed: Mapping[int, Sequence[_Timed]]) -> Iterator[tuple[_Timed, s
                 by_kind[item.operation, item.sizes, item.dtype, item.group][rank].append(item)
     for (*_, group), by_rank in by_kind.items():
         counts = {len(by_rank.get(rank, ())) for rank in group}
-        if len(counts) > 1:  # also where the trace of a rank is not here
+        if len(counts) > 1:  # also if the trace of a rank is missing
             yield from (
                 (item, "not all ranks of its group have it in a trace: its time may include waiting for them")
                 for items in by_rank.values()
@@ -284,7 +284,7 @@ def _devices_per_node(traces: Mapping[int, _Trace]) -> int | None:
 
 
 def _timed(trace: _Trace) -> Iterator[_Timed]:
-    """Yield the operations of a rank whose shapes the trace tells, in the order of their starts."""
+    """Yield the operations of a rank whose shapes are in the trace, in the order of their starts."""
     complete = [event for event in trace.traceEvents if event.ph == "X" and isinstance(event.name, str)]
     operators = [event for event in complete if event.cat == "cpu_op"]
     shapes = _shapes(operators)
@@ -333,7 +333,7 @@ def _launched(
 
 
 def _shapes(operators: Sequence[_DetailedEvent]) -> dict[int, _Kind]:
-    """Return what operators do, by their events, where it is known."""
+    """Return the kinds of operators, by their events, as far as they are known."""
     kinds: dict[int, _Kind] = {}
     forward: dict[Any, tuple[int, int, int]] = {}  # m, n, k by the number that its backward pass has too
     for event in operators:
@@ -393,7 +393,7 @@ def _of_attention(event: _DetailedEvent, places: _Attention) -> _Kind | None:
 
 
 def _of_nccl(trace: _Trace, event: _DetailedEvent) -> _Kind | None:
-    """Return what a kernel of NCCL does, by what Kineto writes beside it."""
+    """Return the kind of an NCCL kernel, from the arguments that Kineto writes for it."""
     about = event.args
     is_uneven = about.in_split not in (None, "", "[]", [])
     ranks = _ranks(trace, about)
@@ -433,7 +433,7 @@ def _ranks(trace: _Trace, about: _Arguments) -> tuple[int, ...] | None:
 
 
 def _spans(events: Iterable[_DetailedEvent]) -> list[_Span]:
-    """Return starts and ends of events that last, the outer ones of those that start together first."""
+    """Return starts and ends of events with a duration; of those that start together, outer ones first."""
     spans = []
     for event in events:
         start_s, length_s = float(event.ts) * 1e-6, float(event.dur) * 1e-6
@@ -445,7 +445,7 @@ def _spans(events: Iterable[_DetailedEvent]) -> list[_Span]:
 
 
 def _are_alone(spans: Sequence[_Span]) -> list[bool]:
-    """Return of spans in order of their starts whether each runs with no other beside it."""
+    """Return whether each span, in the order of starts, runs without any other at the same time."""
     alone, until_s = [], -math.inf
     for at, (start_s, end_s, _) in enumerate(spans):
         following = spans[at + 1][0] if at + 1 < len(spans) else math.inf
@@ -464,7 +464,7 @@ def _library(distributed: _Distributed) -> str:
 
 
 def _moment(trace: _Trace) -> str:
-    """Return when the trace began; blank where it does not tell."""
+    """Return the start time of the trace; blank if unknown."""
     starts_us = [float(event.ts) for event in trace.traceEvents if event.ph == "X" and event.ts != ""]
     if not trace.baseTimeNanoseconds or not starts_us:
         return ""
