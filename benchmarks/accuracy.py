@@ -59,8 +59,8 @@ from autoplan.spec.terms import STEP_TERMS
 Strings = npt.NDArray[np.str_]
 
 PRESETS = Path(autoplan.__file__).parent / "presets"
-LEAST_RUNS = 15  # of a framework on a generation, for a calibration
-LEAST_ERROR = 1e-3  # of a logarithm: below it runs scatter
+MIN_RUNS = 15  # of a framework on a generation, for a calibration
+MIN_ERROR = 1e-3  # of a logarithm: below it runs scatter
 # Where spreads start, and how far their logarithms may lie from that [judged]: of what is new, and of components.
 PRIOR_SPREAD, PRIOR_WIDTH = 0.1, 0.7
 HARD_SPREAD, HARD_WIDTH = 0.2, 1.0
@@ -114,7 +114,7 @@ class Case:
         return self.problem.framework.calibration_name, self.problem.cluster.device.generation
 
     @property
-    def is_kin(self) -> bool:
+    def is_similar(self) -> bool:
         """Return whether the run is of a framework that is priced as another one."""
         return "framework" in self.problem.calibration.unseen
 
@@ -246,8 +246,8 @@ def calibrations(cases: Sequence[Case]) -> dict[str, Calibration]:
     """
     return {
         "-".join(key): _calibration(key, own)
-        for key, own in by_key([case for case in cases if not case.is_kin and not case.is_blind]).items()
-        if len(own) >= LEAST_RUNS
+        for key, own in by_key([case for case in cases if not case.is_similar and not case.is_blind]).items()
+        if len(own) >= MIN_RUNS
     }
 
 
@@ -271,7 +271,7 @@ def without_source(cases: Sequence[Case]) -> list[Calibration]:
         source: calibrations([case for case in cases if case.source != source])
         for source in {case.source for case in cases}
     }
-    return [calibration_among(known[case.source], *case.key, is_kin=case.is_kin) for case in cases]
+    return [calibration_among(known[case.source], *case.key, is_similar=case.is_similar) for case in cases]
 
 
 # -- general spreads --------------------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def fitted_spreads(unseen: Unseen) -> Fitted:
     `HARD_SPREAD`: a part of which no run tells stays there.  Every source of ten runs counts the same, since its runs
     share a machine and recipes and err alike; one of fewer counts less, as a single run may err for reasons of its own.
     """
-    weights, error = unseen.weights, np.maximum(np.abs(unseen.honest_error), LEAST_ERROR)
+    weights, error = unseen.weights, np.maximum(np.abs(unseen.honest_error), MIN_ERROR)
     counts = (1, len(HARD), len(GENERAL_PARTS) - 1 - len(HARD))
     prior = np.repeat(np.log([PRIOR_SPREAD, HARD_SPREAD, PRIOR_SPREAD]), counts)
     width = np.repeat([math.inf, HARD_WIDTH, PRIOR_WIDTH], counts)  # what every step has needs no prior
@@ -500,7 +500,7 @@ def show_kinds(cases: Sequence[Case]) -> None:
         known = calibrations(others)
         fitted = fitted_spreads(Unseen.of(others, without_source(others)))
         own = [case for case, other in zip(cases, is_kind, strict=True) if other]
-        unseen = Unseen.of(own, [calibration_among(known, *case.key, is_kin=case.is_kin) for case in own])
+        unseen = Unseen.of(own, [calibration_among(known, *case.key, is_similar=case.is_similar) for case in own])
         shares = [float(np.mean(unseen.inside(error, fitted))) for error in (unseen.error, unseen.honest_error)]
         print(f"{kind:24}{len(own):6d}{len(set(unseen.sources)):9d}{shares[0]:8.2f}{shares[1]:15.2f}")
     print(flush=True)
@@ -509,7 +509,7 @@ def show_kinds(cases: Sequence[Case]) -> None:
 def later_left_out(cases: Sequence[Case]) -> Steps:
     """Steps of the cases of `LATER` sources, with calibrations and general spreads of those before them alone."""
     before = calibrations([case for case in cases if case.source not in LATER])
-    made_by = [calibration_among(before, *case.key, is_kin=case.is_kin) for case in cases]
+    made_by = [calibration_among(before, *case.key, is_similar=case.is_similar) for case in cases]
     is_later = np.array([case.source in LATER for case in cases])
     fitted = fitted_spreads(Unseen.of(cases, without_source(cases)).take(~is_later))
     sides = Unseen.of(cases, made_by).take(is_later).sides(fitted)

@@ -54,19 +54,19 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
 SEED = 7
-MOST_ENUMERATED = 16_000  # plans of a small problem
+MAX_ENUMERATED = 16_000  # plans of a small problem
 STATE_BYTES = 18  # of a parameter: with less memory in all hardly a plan fits
 KEPT_SCHEDULES = 0.1  # share of the further schedules of a framework that a search keeps
 FEW = 0.1  # of the problems that have no plan, or hardly one that fits, are taken
-MOST_OBJECTIVES = 4_000  # plans of one whose objectives are compared, size by size
+MAX_OBJECTIVES = 4_000  # plans of one whose objectives are compared, size by size
 SMALL_NODES, SMALL_DEVICES = (1, 2, 3, 4, 6, 8), (1, 2, 4, 6, 8, 16)
 LARGE_NODES = (32, 48, 64, 96, 128, 192, 256, 512, 768, 1024, 2048)
 LARGE_DEVICES = 16_384
 # Plans of a large problem; with a range of batches, each of which is a space of its own.
-LEAST_REPRESENTED, MOST_REPRESENTED, MOST_OF_RANGES = 500_000, 30_000_000, 3_000_000
+MIN_REPRESENTED, MAX_REPRESENTED, MAX_OF_RANGES = 500_000, 30_000_000, 3_000_000
 BLOCK_PLANS = 2048  # priced at once
 DRAWN_CELLS = 512  # at once
-MOST_DRAWS = 20  # of this many cells, until a space is taken to hold too few legal plans
+MAX_DRAWS = 20  # of this many cells, until a space is taken to hold too few legal plans
 SAME = 1e-12  # steps this close are equal: the sums of larger batches may be added up in another order
 TIE = 1e-8  # costs this close are equal: fronts take steps of 1e-9 in their logarithms
 
@@ -203,7 +203,7 @@ def _narrowing(rng: Rng, space: Space) -> dict[str, list[str]]:
 def draw_plans(space: Space, cells: Sequence[Cell], rng: Rng, count: int) -> PlanBatch:
     """So many legal plans, fewer where they are rare: of a random cell a random group, kind and plan of the kind."""
     parts: list[PlanBatch] = []
-    for _ in range(MOST_DRAWS if cells else 0):
+    for _ in range(MAX_DRAWS if cells else 0):
         drawn_cells = [cells[at] for at in rng.integers(len(cells), size=min(DRAWN_CELLS, 2 * count))]
         groups, owner = space.groups(drawn_cells)
         rows = _one_each(owner, rng)
@@ -324,7 +324,7 @@ def wrong_with_objectives(case: Case, rng: Rng) -> Iterator[str]:
     for size in sizes:
         problem, space = case.on(size)
         batch, _ = space.plans(space.cells())
-        if not 0 < len(batch) <= MOST_OBJECTIVES:
+        if not 0 < len(batch) <= MAX_OBJECTIVES:
             return
         priced = Priced.of(problem, batch)
         for at in priced.wanted().tolist():
@@ -403,7 +403,7 @@ def small(rng: Rng, count: int) -> Tally:
     tally = Tally()
     while tally.problems < count:
         case = draw(rng, is_large=False)
-        if case is None or case.space.size(case.space.cells()) > MOST_ENUMERATED:
+        if case is None or case.space.size(case.space.cells()) > MAX_ENUMERATED:
             continue
         batch, _ = case.space.plans(case.space.cells())
         if not len(batch) and rng.random() >= FEW:
@@ -445,8 +445,8 @@ def large(rng: Rng, count: int, num_plans: int) -> Iterator[Large]:
         if case is None:
             continue
         cells = case.space.cells()
-        most = MOST_OF_RANGES if ":" in case.batch else MOST_REPRESENTED
-        if not LEAST_REPRESENTED <= case.space.size(cells) <= most:
+        most = MAX_OF_RANGES if ":" in case.batch else MAX_REPRESENTED
+        if not MIN_REPRESENTED <= case.space.size(cells) <= most:
             continue
         if case_result := beside_plans(case, rng, num_plans):
             count -= 1

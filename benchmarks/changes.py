@@ -42,7 +42,7 @@ LARGE = 0.25  # share of problems with 256 devices or more
 STARTED = 0.4  # share of problems that are searched from a launch file, too
 # Zero-bubble pipelines are priced pass by pass, which takes long: of the problems that have them so many are kept.
 KEPT_SPLIT = 0.2
-MOST_PLANS = 10_000_000
+MAX_PLANS = 10_000_000
 TOLERANCE = 1e-3  # a plan that is faster by less is none that anybody would change for
 
 # What a certificate says of an axis that has not its name.
@@ -245,7 +245,7 @@ def is_kept(case: Case, rng: np.random.Generator) -> bool:
     splits = any(AXIS["schedule"].code(schedule) in SPLIT_SCHEDULES for schedule in case.space.limits.of("schedule"))
     if splits and case.problem.cluster.num_devices > 1 and rng.random() >= KEPT_SPLIT:
         return False
-    return case.space.size(case.space.cells()) <= MOST_PLANS
+    return case.space.size(case.space.cells()) <= MAX_PLANS
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -33,7 +33,7 @@ from autoplan.spec.problem import Problem
 OWN_SPREADS = np.arange(0.01, 0.151, 0.005)
 QUANTILE = 0.9
 NEAR = 0.1  # ratios so near to 1 are those that a choice hangs on
-LEAST_TWINS = 4  # pairs of a group, for a pick
+MIN_TWINS = 4  # pairs of a group, for a pick
 
 TimedRun = tuple[Problem, ParallelPlan, float]
 Groups = dict[str, dict[object, list[TimedRun]]]  # by source, and by what runs have in common
@@ -157,7 +157,7 @@ def twin_table(groups: Groups) -> Iterator[str]:
         for group in runs.values():
             twins = list(_twins(group))
             ratios += [max(one[1] / other[1], other[1] / one[1]) for one, other in twins]
-            if len(twins) >= LEAST_TWINS:
+            if len(twins) >= MIN_TWINS:
                 # What is said of a plan by its twin and by the prediction, and its step.
                 said = [(twin[1], *own) for pair in twins for own, twin in (pair, pair[::-1])]
                 best_s = min(step_s for *_, step_s in said)

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 import torch
 
-from autoplan.api.calibrations import LEAST_RUNS, fitted_to
+from autoplan.api.calibrations import MIN_RUNS, fitted_to
 from autoplan.api.problem import make_space
 from autoplan.api.timings import with_timings
 from autoplan.base.arrays import Floats
@@ -108,13 +108,13 @@ GPU_MODELS = {
 }
 MODELS = GPU_MODELS if HAS_GPUS else HOST_MODELS
 FORBIDDEN = ("uneven_stages", "partial_recompute", "partial_sharding")
-MOST_PLANS = 40 if HAS_GPUS else 12  # of a model: spread evenly over those that there are
+MAX_PLANS = 40 if HAS_GPUS else 12  # of a model: spread evenly over those that there are
 # What recomputing takes is measured on accelerators alone, where memory is short.
 FIXED = () if HAS_GPUS else ("recompute=none",)
 # On a device that others leave alone nothing else counts, whatever the cores of its host do.
-MOST_FOREIGN, MOST_SLOWDOWN = (np.inf, np.inf) if HAS_GPUS else (Rules().most_foreign, Rules().most_slowdown)
+MAX_FOREIGN, MAX_SLOWDOWN = (np.inf, np.inf) if HAS_GPUS else (Rules().most_foreign, Rules().most_slowdown)
 LAUNCHES = 1 if HAS_GPUS else 3  # undisturbed ones of each plan, and visits of what is measured for the profile
-MOST_ROUNDS = 9
+MAX_ROUNDS = 9
 WARMUP, STEPS = 2, 6 if HAS_GPUS else 2  # replicas of whole states put their buckets together again in the second step
 START_S, LAUNCH_S = (30.0, 20.0) if HAS_GPUS else (10.0, 5.0)  # for which there must be time left
 ALLOWANCE_S = 1.0  # for one visit to settle
@@ -175,7 +175,7 @@ def plans_of(name: str) -> list[ParallelPlan]:
 def compared_plans(name: str) -> list[ParallelPlan]:
     """Plans that are run, spread evenly over those that there are."""
     plans = plans_of(name)
-    return plans[:: math.ceil(len(plans) / MOST_PLANS)]
+    return plans[:: math.ceil(len(plans) / MAX_PLANS)]
 
 
 def label(plan: ParallelPlan) -> str:
@@ -211,7 +211,7 @@ class Launch:
     @property
     def is_clean(self) -> bool:
         """Return whether it ran, and other load left it alone, also that of neighbours who slow a virtual core down."""
-        return bool(self.step_s) and self.foreign <= MOST_FOREIGN and not self.is_slow
+        return bool(self.step_s) and self.foreign <= MAX_FOREIGN and not self.is_slow
 
     @property
     def seconds(self) -> float:
@@ -227,7 +227,7 @@ def kept(folder: Path) -> list[Launch]:
     own = [launch for launch in launches if launch.precision == PRECISION]
     checks_s = [launch.check_s for launch in own if launch.check_s] or [0.0]
     usual_s = float(np.quantile(checks_s, 0.25))
-    return [replace(launch, is_slow=launch.check_s > (1 + MOST_SLOWDOWN) * usual_s) for launch in own]
+    return [replace(launch, is_slow=launch.check_s > (1 + MAX_SLOWDOWN) * usual_s) for launch in own]
 
 
 def keep(folder: Path, launch: Launch) -> None:
@@ -243,7 +243,7 @@ def measure_all(folder: Path, names: list[str], budget_s: float) -> None:
     with open_store(str(folder / "timings.db")) as store, Crew(job, None, RANKS) as crew:
         hello = crew.start()
         assert hello is not None
-        for at in range(1, MOST_ROUNDS + 1):
+        for at in range(1, MAX_ROUNDS + 1):
             for name in names:
                 if time.monotonic() + START_S > until:
                     print("the budget is spent; the same command goes on")
@@ -473,7 +473,7 @@ def calibrated(problem: Problem, plans: list[ParallelPlan], measured_s: Floats) 
             MeasuredRun(problem=problem, plan=plan, step_s=float(step_s))
             for plan, step_s in zip(plans[1 - half :: 2], measured_s[1 - half :: 2], strict=True)
         ]
-        if len(runs) >= LEAST_RUNS:
+        if len(runs) >= MIN_RUNS:
             own = replace(problem, calibration=fitted_to(runs, name="half of the plans").calibration)
             batch = PlanBatch.of(plans[half::2], problem.model.num_layers)
             predicted_s[half::2] = estimate(own, batch).step_s
@@ -625,8 +625,8 @@ def report_all(folder: Path, names: list[str], path: Path | None) -> None:
     quiet = (
         ""
         if HAS_GPUS
-        else f" in which other load took at most {100 * MOST_FOREIGN:.0f} % of the machine and a check at most "
-        f"{100 * MOST_SLOWDOWN:.0f} % longer than usual"
+        else f" in which other load took at most {100 * MAX_FOREIGN:.0f} % of the machine and a check at most "
+        f"{100 * MAX_SLOWDOWN:.0f} % longer than usual"
     )
     where = (
         f"On {machine}, torch {version('torch')}, products in {PRECISION}.  Measured: the median over launches{quiet}, "

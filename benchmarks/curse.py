@@ -36,8 +36,8 @@ from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.runs import read_runs
 from autoplan.spec.plan import PlanBatch
 
-LEAST_PLANS = 4  # finished ones of a decision
-LEAST_APART = 0.02  # of two predictions' logarithms, for a slope
+MIN_PLANS = 4  # finished ones of a decision
+MIN_APART = 0.02  # of two predictions' logarithms, for a slope
 DRAWS = 2000  # of sources, for the interval of a mean over them
 
 
@@ -69,7 +69,7 @@ class Choice:
         first, other = np.triu_indices(len(self.predicted), 1)
         predicted = self.predicted[first] - self.predicted[other]
         measured = predicted + self.error[first] - self.error[other]
-        apart = np.abs(predicted) >= LEAST_APART
+        apart = np.abs(predicted) >= MIN_APART
         return np.asarray(measured[apart] / predicted[apart])
 
 
@@ -99,7 +99,7 @@ def read_choices(path: Path) -> list[Choice]:
         priced = (predicted, float(np.log(outcome.step_s)) - predicted, inside, int(cost.verdict[0]))
         decisions[outcome.decision][outcome.plan].append(priced)
     return [
-        _choice(decision[0], list(plans.values())) for decision, plans in decisions.items() if len(plans) >= LEAST_PLANS
+        _choice(decision[0], list(plans.values())) for decision, plans in decisions.items() if len(plans) >= MIN_PLANS
     ]
 
 

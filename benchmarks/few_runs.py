@@ -51,9 +51,9 @@ from autoplan.runs.runs import read_runs
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.estimate import CostEstimate
 
-LEAST_OTHERS = 5  # runs of a cluster to judge on
-MOST_RATIO = 1.3
-MOST_WORSE = 1.0  # points
+MIN_OTHERS = 5  # runs of a cluster to judge on
+MAX_RATIO = 1.3
+MAX_WORSE = 1.0  # points
 
 # Medians of what Student's t leaves unsigned, for a spread of 1.
 MEDIAN_CLUSTER = float(student.ppf(0.75, CLUSTER_FREEDOM))
@@ -112,8 +112,8 @@ class Row:
         return (
             f"{self.name:44}{self.num_runs:5}{np.median(self.before):8.1f}{np.median(self.after):8.1f}"
             f"{self.full:8.1f} ({self.full_in_fit:.1f}){'-' if self.apart is None else f'{self.apart:.1f}':>7}"
-            f"{self.ratio:8.2f}{'*' if self.ratio > MOST_RATIO else ' '}"
-            f"{100 * np.mean(gain > MOST_WORSE):6.0f}{gain.max():+7.1f}{100 * np.mean(self.cover):7.0f}"
+            f"{self.ratio:8.2f}{'*' if self.ratio > MAX_RATIO else ' '}"
+            f"{100 * np.mean(gain > MAX_WORSE):6.0f}{gain.max():+7.1f}{100 * np.mean(self.cover):7.0f}"
             f"{self.level / self.full:7.2f}{np.median(self.oracle) / self.full:8.2f}"
         )
 
@@ -134,7 +134,7 @@ def main() -> None:
     clusters = [
         cluster
         for cluster in read_clusters(read_cases(options.runs, list(read_runs(options.runs))))
-        if cluster.size >= options.count + LEAST_OTHERS
+        if cluster.size >= options.count + MIN_OTHERS
     ]
     lines = [f"all clusters: {prior_text(prior_of(clusters))}"]
     print(lines[0])
@@ -150,10 +150,10 @@ def main() -> None:
     ratios = np.array([row.ratio for row in rows])
     gains = np.concatenate([row.after - row.before for row in rows])
     lines.append(
-        f"\n{int((ratios <= MOST_RATIO).sum())} of {len(rows)} clusters within {MOST_RATIO} times a full fit, "
+        f"\n{int((ratios <= MAX_RATIO).sum())} of {len(rows)} clusters within {MAX_RATIO} times a full fit, "
         f"geometric mean {np.exp(np.log(ratios).mean()):.2f}; the median draw makes "
-        f"{sum(row.worse > MOST_WORSE for row in rows)} of them worse by more than {MOST_WORSE:g} point, "
-        f"{100 * np.mean(gains > MOST_WORSE):.0f} % of all draws do"
+        f"{sum(row.worse > MAX_WORSE for row in rows)} of them worse by more than {MAX_WORSE:g} point, "
+        f"{100 * np.mean(gains > MAX_WORSE):.0f} % of all draws do"
     )
     print(lines[-1])
     if options.report:
@@ -174,7 +174,7 @@ def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
     }
     clusters = []
     for (source, key), own in sorted(groups.items()):
-        base = calibration_among(known[source], *key, is_kin=own[0].is_kin)
+        base = calibration_among(known[source], *key, is_similar=own[0].is_similar)
         name = f"{source}: {' on '.join(key)}"
         clusters.append(Cluster(source=source, name=name, cases=[under(case, base) for case in own], base=base))
     return clusters

@@ -69,7 +69,7 @@ from autoplan.topology.graph import quotient
 DATA = Path(__file__).parent.parent / "tests" / "data"
 LONGEST_S = 20.0  # of the processor, that reading one file may take
 MOST_BYTES = 8 * 2**30  # of address space
-MOST_CHARACTERS = 2**16  # of one file
+MAX_CHARACTERS = 2**16  # of one file
 LONGEST_MESSAGE = 1500  # characters
 
 PLANS = (
@@ -174,7 +174,7 @@ def examples(folders: Sequence[Path]) -> Iterator[Seed]:
     for folder in folders:
         for path in sorted(folder.rglob("*")):
             if path.suffix in (".sh", ".yaml", ".yml", ".json", ".toml", ".py") and path.is_file():
-                yield Seed(path.name, path.read_text(errors="replace")[:MOST_CHARACTERS])
+                yield Seed(path.name, path.read_text(errors="replace")[:MAX_CHARACTERS])
 
 
 def mutated(seed: Seed, seeds: Sequence[Seed], dice: random.Random) -> str:
@@ -184,7 +184,7 @@ def mutated(seed: Seed, seeds: Sequence[Seed], dice: random.Random) -> str:
     text = seed.text
     for _ in range(dice.choice((1, 1, 1, 2, 3, 8))):
         text = dice.choice(CHANGES)(text, seeds, dice)
-    return text[:MOST_CHARACTERS]
+    return text[:MAX_CHARACTERS]
 
 
 def _replace_word(text: str, seeds: Sequence[Seed], dice: random.Random) -> str:
@@ -222,7 +222,7 @@ def _join(text: str, seeds: Sequence[Seed], dice: random.Random) -> str:
 
 
 def _bytes(text: str, seeds: Sequence[Seed], dice: random.Random) -> str:
-    data = bytearray(text.encode("utf-8", errors="replace")[:MOST_CHARACTERS])
+    data = bytearray(text.encode("utf-8", errors="replace")[:MAX_CHARACTERS])
     for _ in range(min(dice.randrange(1, 20), len(data))):
         data[dice.randrange(len(data))] = dice.randrange(256)
     return data.decode("utf-8", errors="replace")

@@ -28,7 +28,7 @@ SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json", ".toml", ".py"
 LAUNCHES = re.compile(r"torchrun|accelerate launch|\bdeepspeed\s|--tensor-model-parallel-size|\bmegatron (sft|pt)\b")
 NOT_LAUNCHES = re.compile(r"/(tests?|unit_tests|docker|\.github|docs)/")
 MOST_BYTES = 200_000
-MOST_ANSWERS = 12  # that are given to one file
+MAX_ANSWERS = 12  # that are given to one file
 LONGEST_S = 10
 ANSWERS: dict[str, tuple[str, Any]] = {
     "--devices": ("devices", 64),
@@ -69,7 +69,7 @@ def outcome(path: Path) -> tuple[str, bool]:
     answers: dict[str, Any] = {}
     variables: dict[str, str] = {}
     message = ""
-    for _ in range(MOST_ANSWERS):
+    for _ in range(MAX_ANSWERS):
         try:
             launch = read_launch(path, make_context(**answers, variables=variables))
         except InputError as error:

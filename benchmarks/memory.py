@@ -55,7 +55,7 @@ MEMORY_TRAITS = (
     "broken_pass_share",
     "selective_recompute_share",
 )
-LEAST_OOM = 10  # runs, for a spread of verdicts
+MIN_OOM = 10  # runs, for a spread of verdicts
 ROWS_PER_TRAIT = 15  # at least, of a framework on one generation of devices
 BANDS = (0.0, 0.05, 0.3, 0.7, 0.95, 1.0)  # of probabilities
 # Sources that the presets were made with; all others came later.
@@ -350,7 +350,7 @@ def show_spreads(cases: Sequence[Case], prediction: Predicted) -> None:
     for key in sorted({case.key for case in cases}):
         which = [at for at, case in enumerate(cases) if case.key == key]
         own = [cases[at] for at in which]
-        if sum(case.is_oom for case in own) >= LEAST_OOM:
+        if sum(case.is_oom for case in own) >= MIN_OOM:
             stated = own[0].problem.calibration.memory_spread
             found = likeliest_spread(own, stated * prediction.oom_z[which])
             print(f"  {' on '.join(key):36}{len(own):5d} runs {found:6.3f}, stated {stated:.3f}")

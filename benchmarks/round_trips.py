@@ -55,7 +55,7 @@ SEED = 23
 SAME = 1e-9  # prices this close are equal
 CLUSTERS = ("h100-sxm:1x8", "h100-sxm:2x8", "b200:1x8", "b200:2x8", "h100-sxm:1x4", "mi300x:2x8", "h100-sxm:8x8")
 LENGTHS = (1024, 2048, 4096, 8192)
-MOST_SWITCHED = 3  # options of a plan
+MAX_SWITCHED = 3  # options of a plan
 # Degrees and batches are drawn with the plan; orders of nodes are in files of machines, grids are not priced.
 DRAWN = {"tp", "cp", "pp", "vp", "ep", "dp", "dp_shard", "micro_batch", "global_batch", "precision"}
 SWITCHED = tuple(axis for axis in AXES if axis.name not in DRAWN | {"tp_grid", "placement"})
@@ -149,7 +149,7 @@ def draw_file(rng: Rng, problem: Problem) -> Exported | None:
         if not len(plans):
             return None
         plan = plans.plan(0)
-        for _ in range(int(rng.integers(MOST_SWITCHED + 1))):
+        for _ in range(int(rng.integers(MAX_SWITCHED + 1))):
             axis = SWITCHED[int(rng.integers(len(SWITCHED)))]
             plan = legal_switch(rng, problem, plan, axis) or plan
         return priced(problem, plan)

@@ -42,7 +42,7 @@ WIDENING = (
     *("sharding=zero2", "sharding=zero3", "offload", "partial-recompute"),
     *("uneven-stages", "partial-sharding", "tp-overlap"),
 )
-MOST_PLANS, MOST_KINDS = 100_000, 20_000
+MAX_PLANS, MAX_KINDS = 100_000, 20_000
 TURNS = 3
 FRAMEWORK = "megatron-core"  # of spaces that name none
 
@@ -244,12 +244,12 @@ def rates(name: str) -> tuple[float, float, float]:
     problem, space = _problem(name)
     cells = space.cells()
     groups, owner = space.groups(cells)
-    sample = np.random.default_rng(0).permutation(len(groups))[: MOST_KINDS // 64]
+    sample = np.random.default_rng(0).permutation(len(groups))[: MAX_KINDS // 64]
     kinds, _ = space.kinds(cells, groups.take(sample), owner[sample])
     first = first_layers(problem, space, kinds)
-    plans, _ = space.plans_in(kinds.take(np.random.default_rng(1).permutation(len(kinds))[: MOST_PLANS // 64]))
+    plans, _ = space.plans_in(kinds.take(np.random.default_rng(1).permutation(len(kinds))[: MAX_PLANS // 64]))
     plans = plans.take(legal(space.rules, space.workload, plans))
-    plans = plans.take(np.random.default_rng(2).permutation(len(plans))[:MOST_PLANS])
+    plans = plans.take(np.random.default_rng(2).permutation(len(plans))[:MAX_PLANS])
 
     def bound_plans() -> int:
         return sum(found.step_s.size for found in plan_bounds(problem, space, kind_costs(problem, kinds, first)))

@@ -24,7 +24,7 @@ from autoplan.report.cluster_drawing import draw
 from autoplan.topology.cluster import ClusterSpec, NodeGroup
 from autoplan.topology.graph import bisection_bytes_per_s, quotient
 
-MOST_EXPANDED = 4096  # devices of a graph that holds every part
+MAX_EXPANDED = 4096  # devices of a graph that holds every part
 CLUSTERS = ("h100-sxm:16x8", "h100-sxm:2048x8", "gb200-nvl72:4096x4", "frontier:9408x8", "h100-sxm:12500x8")
 REPEATS = 5
 
@@ -52,7 +52,7 @@ def _fragmented(cluster: ClusterSpec) -> ClusterSpec:
 
 def _row(name: str, cluster: ClusterSpec) -> str:
     found = quotient(cluster)
-    full = format_seconds(_best_s(lambda: expand(cluster))) if cluster.num_devices <= MOST_EXPANDED else "-"
+    full = format_seconds(_best_s(lambda: expand(cluster))) if cluster.num_devices <= MAX_EXPANDED else "-"
     cells = (
         name,
         f"{cluster.num_devices:,}",

@@ -49,12 +49,12 @@ from autoplan.spec.tune_report import TrialEnd
 
 SOURCES = ("bloom", "vtrain", "hagemann", "nanotron")
 ERRATIC = ("nanotron_mn",)  # a third of whose runs take several times as long as their neighbours
-LEAST_PLANS, LEAST_FINISHED = 8, 2
+MIN_PLANS, MIN_FINISHED = 8, 2
 NEAR = 0.02
 ENQUEUED = 3  # of prediction's first plans, for a warm TPE
-MOST_REPEATS = 20  # proposals that were made before, after which TPE takes any plan
+MAX_REPEATS = 20  # proposals that were made before, after which TPE takes any plan
 SPOILED_COMPONENT, SPOILED_PLAN = 0.25, 0.10  # standard deviations; twice what good predictions have
-MOST_TRIALS = 50  # that are counted: later ones are as bad as never
+MAX_TRIALS = 50  # that are counted: later ones are as bad as never
 AIM = (3.0, 8.0)  # trials: median, 90th percentile
 
 
@@ -115,7 +115,7 @@ def read_groups(path: Path) -> list[Group]:
     for run, outcome in zip(runs, read_outcomes(path), strict=True):
         if outcome.source in (*SOURCES, *ERRATIC):
             rows[outcome.decision][outcome.plan].append((run, outcome))
-    made = (_group(decision, plans, known) for decision, plans in rows.items() if len(plans) >= LEAST_PLANS)
+    made = (_group(decision, plans, known) for decision, plans in rows.items() if len(plans) >= MIN_PLANS)
     return [group for group in made if group is not None]
 
 
@@ -126,7 +126,7 @@ def _group(
 ) -> Group | None:
     answers = {plan: _answer([outcome for _, outcome in own]) for plan, own in rows.items()}
     steps = [answer.step_s for answer in answers.values() if answer.step_s is not None]
-    if len(steps) < LEAST_FINISHED:
+    if len(steps) < MIN_FINISHED:
         return None
     priced = {
         plan: cost for plan, own in rows.items() if (cost := _priced(own[0][0], known[family(decision[0])])) is not None
@@ -238,7 +238,7 @@ def by_tpe(group: Group, seed: int, *, warm: bool = False) -> Iterator[int]:
     while len(done) < len(known):
         trial = study.ask(distributions)
         at = known.get(tuple(trial.params[name] for name in distributions), -1)
-        if (at < 0 or at in done) and (repeats := repeats + 1) < MOST_REPEATS:
+        if (at < 0 or at in done) and (repeats := repeats + 1) < MAX_REPEATS:
             _tell(study, trial, group.answers[at] if at in done else None)
             continue
         if at < 0 or at in done:
@@ -276,8 +276,8 @@ POLICIES: dict[str, tuple[Policy, bool]] = {  # and whether the seed matters
 
 
 def trials_to_find(group: Group, order: Iterator[int]) -> int:
-    """Trials up to the first one near the best, or `MOST_TRIALS`."""
-    return next((count for count, at in enumerate(islice(order, MOST_TRIALS), 1) if group.is_found(at)), MOST_TRIALS)
+    """Trials up to the first one near the best, or `MAX_TRIALS`."""
+    return next((count for count, at in enumerate(islice(order, MAX_TRIALS), 1) if group.is_found(at)), MAX_TRIALS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ VISITS = 3
 # A time is slow if it is more standard deviations above its peers than the expected maximum of n values, sqrt(2 ln n),
 # plus a margin.  One deviation is 1.48 median deviations; the median of n times scatters by 1.25 / sqrt(n) of it.
 DEVIATIONS, PER_MEDIAN, OF_MEDIAN = 2.0, 1.48, 1.25
-LEAST_EQUALS = 4  # minimum number of peers to identify a slow one
+MIN_PEERS = 4  # minimum number of peers to identify a slow one
 MOST_SLOW_PAIRS = 0.5  # share of all pairs: if more are slow, they have another kind of link
 
 Part = Literal["device", "link", "nic", "pair"]  # link: between a device and its node; nic: to other nodes
@@ -103,7 +103,7 @@ class Health:
         for pair, times in over.items():
             for rank in pair:
                 by_rank[rank].append(times)
-        if len(by_rank) < LEAST_EQUALS:
+        if len(by_rank) < MIN_PEERS:
             return []
         visits = [self.messages_s[pair] for pair in over]
         least_over = max(SLOW_LINK, 1 + _swing(visits))
@@ -146,7 +146,7 @@ def _swing(visits: Iterable[Sequence[float]], *, of_most: bool = False) -> float
 
 def _scatter(over: Collection[float]) -> float:
     """Return the deviation from the usual time expected by chance, from the nearer half; 0 for too few times."""
-    if len(over) < LEAST_EQUALS:
+    if len(over) < MIN_PEERS:
         return 0.0
     deviations = DEVIATIONS + math.sqrt(2 * math.log(len(over)))
     return deviations * PER_MEDIAN * usual([abs(times - 1) for times in over])

@@ -16,7 +16,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Allowance, RankedPlan
 
-LEAST_GAIN, LEAST_FREED = 0.005, 0.01  # shares of the step and of a device's memory
+MIN_GAIN, MIN_FREED = 0.005, 0.01  # shares of the step and of a device's memory
 
 
 def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowance, ...]:
@@ -33,7 +33,7 @@ def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowa
     rows = []
     for choice, changed in zip(lawful, prices(problem, tuple(lawful.values())), strict=True):
         ratio, freed = pace(changed) / pace(best), best.memory_bytes - changed.memory_bytes
-        if ratio < 1.0 - LEAST_GAIN or (ratio < 1.0 + LEAST_GAIN and freed > LEAST_FREED * problem.capacity_bytes):
+        if ratio < 1.0 - MIN_GAIN or (ratio < 1.0 + MIN_GAIN and freed > MIN_FREED * problem.capacity_bytes):
             rows.append(Allowance(choice=choice, plan=changed, ratio=ratio, freed_bytes=freed))
     rows.sort(key=lambda allowance: (allowance.ratio, -allowance.freed_bytes))
     of_axis = {allowance.choice.partition("=")[0]: allowance for allowance in reversed(rows)}

@@ -27,7 +27,7 @@ from autoplan.cost.collectives.end_of_step import end_of_step_s, least_shown_s, 
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import head_s
-from autoplan.cost.memory.parameters import StageParameters, own_parameters
+from autoplan.cost.memory.parameters import StageParameters, updated_parameters
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import send_exposed_s
@@ -45,7 +45,7 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 # Number bounded at once: enough to amortise numpy's cost per call, few enough for the arrays to fit in cache.
-BLOCK_GROUPS, MOST_BOUNDS = 8192, 1 << 16
+BLOCK_GROUPS, MAX_BOUNDS = 8192, 1 << 16
 
 
 # -- what plans of a kind cost -----------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def _update_s(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats)
     if problem.timings.holds("optimizer", "bf16", "fp16", "fp32"):
         return np.zeros(len(batch))
     parameters = StageParameters(dense=dense[:, None], expert=expert[:, None], ends=np.zeros((len(batch), 1)))
-    return optimizer_s(problem, batch, own_parameters(batch, parameters)[:, 0], dense + expert)
+    return optimizer_s(problem, batch, updated_parameters(batch, parameters)[:, 0], dense + expert)
 
 
 def _reductions_s(
@@ -239,7 +239,7 @@ def plan_bounds(problem: Problem, space: Space, costs: KindCosts) -> Iterator[Pl
         if not len(inside):
             continue
         spread = spread_of(problem.model, inside)
-        count = max(MOST_BOUNDS // len(inside), 1)
+        count = max(MAX_BOUNDS // len(inside), 1)
         for at in range(0, len(kinds), count):
             part = kinds[at : at + count]
             yield PlanBounds(

@@ -31,7 +31,7 @@ from autoplan.spec.search_result import Confidence, Contender, RankedPlan, Searc
 OWN_SPREAD = 0.085
 
 _SEARCHED_FLAGS = tuple(axis.name for axis in SEARCHED if axis.kind is Kind.FLAG)
-MOST_CONTENDERS = 20  # whose plans are kept in the answer
+MAX_CONTENDERS = 20  # whose plans are kept in the answer
 
 
 def apart(parts: Floats, other_parts: Floats) -> Floats:
@@ -101,7 +101,7 @@ def choice_of(result: SearchResult) -> Confidence:
             low=float(ratio[at] / width[at]),
             high=float(ratio[at] * width[at]),
         )
-        for at in inside[:MOST_CONTENDERS]
+        for at in inside[:MAX_CONTENDERS]
     )
     return Confidence(
         runner_up=slower_plans[0],

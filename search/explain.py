@@ -27,11 +27,11 @@ from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 
-MOST_BETTER = 5
-MOST_ALTERNATIVES = 3
-MOST_RULES = 3
-MOST_BATCH = 1.5  # times the requested batch: a larger batch is faster only because of its size
-LEAST_GAIN = 0.005  # a smaller gain is no reason to change a plan
+MAX_BETTER = 5
+MAX_ALTERNATIVES = 3
+MAX_RULES = 3
+MAX_BATCH = 1.5  # times the requested batch: a larger batch is faster only because of its size
+MIN_GAIN = 0.005  # a smaller gain is no reason to change a plan
 # Axes that --versus may change: those with a separate change, and two that change together with others.
 TYPED = tuple(
     axis for axis in AXES if axis.kind is not Kind.LIST and (axis.change is None or axis.name in ("vp", "dp_shard"))
@@ -45,7 +45,7 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
     rules = rules_for(problem.framework, file.space.to if file.space else "")
     candidate = _priced(problem, best, 1, rules)
     several = [*candidate, *_priced(problem, best, 2, rules)]
-    faster = [near for near in several if near.ratio < 1.0 - LEAST_GAIN]
+    faster = [near for near in several if near.ratio < 1.0 - MIN_GAIN]
     return Explanation(
         command=file.command,
         plan=best,
@@ -54,7 +54,7 @@ def explain(problem: Problem, file: PlanFile, versus: Versus | None = None) -> E
         binds=_binding(problem, best, stages, faster),
         changes=_by_axis(candidate),
         better=_nearest(faster),
-        alternatives=file.alternatives[:MOST_ALTERNATIVES],
+        alternatives=file.alternatives[:MAX_ALTERNATIVES],
         certificate=file.certificate,
         versus=versus,
     )
@@ -68,7 +68,7 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
         for candidate in neighbours(problem, plan, count)
     }
     requested.pop(plan, None)
-    max_batch = MOST_BATCH * plan.global_batch
+    max_batch = MAX_BATCH * plan.global_batch
     candidates = [candidate for candidate in requested if candidate.global_batch <= max_batch]
     if not candidates:
         return []
@@ -137,7 +137,7 @@ def _nearest(faster: Sequence[Neighbour]) -> tuple[Neighbour, ...]:
     for near in sorted(faster, key=lambda candidate: (*_lacks(candidate), len(candidate.changes), candidate.ratio)):
         if all(near.ratio < better.ratio * (1.0 - TIE) for better in unbeaten):
             unbeaten.append(near)
-    return tuple(unbeaten[:MOST_BETTER])
+    return tuple(unbeaten[:MAX_BETTER])
 
 
 def _binding(
@@ -156,14 +156,14 @@ def _binding(
         where = "the hosts" if lightest.is_host else f"stage {lightest.stage}"
         says.append(f"memory of {where}: a faster plan needs {needed} of {capacity} there")
     rules = [near.broken[0] for near in faster if near.plan.verdict == "fits" and len(near.broken) == 1]
-    says += list(dict.fromkeys(rules))[:MOST_RULES]
+    says += list(dict.fromkeys(rules))[:MAX_RULES]
     if says:
         return tuple(says)
     if any(near.is_possible for near in faster):
         return ("nothing: faster plans that fit are one or two changes away",)
     if faster:
         return ("several rules at once: faster plans with one or two changes break more than one",)
-    return (f"neither memory nor a rule: no plan with one or two changes is {format_percent(LEAST_GAIN)} faster",)
+    return (f"neither memory nor a rule: no plan with one or two changes is {format_percent(MIN_GAIN)} faster",)
 
 
 # -- another plan ------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from autoplan.spec.problem import Problem
 MIN_TOKENS_PER_CP_RANK = 4096
 MAX_MICRO_BATCH = 16
 MAX_BATCHES = 24
-MOST_FEWER_AT_ENDS = 4  # no published model's head costs more layers than this
+MAX_FEWER_AT_ENDS = 4  # no published model's head costs more layers than this
 
 COUNTS = tuple(axis.name for axis in AXES if axis.can_be_bounded)
 # Extents: how far layers, recomputation and sharding may go beyond the plain choices of their axes.
@@ -177,7 +177,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
             *(_parts(problem.model) if book.repeats_parts else ()),
             *(_numbers(problem.model) if book.repeats_some_layers else ()),
         ),
-        fewer_at_ends=MOST_FEWER_AT_ENDS,
+        fewer_at_ends=MAX_FEWER_AT_ENDS,
         shards_any_part=book.shards_over_part,
         split=book.split,
         split_schedules_overlap=book.split_schedules_overlap,

@@ -57,9 +57,9 @@ _OF_MEAN_ERROR = 1.2533141373155003  # standard deviation over the mean |error| 
 # Share of an operation's error variance common to all sizes: the level of the device, not the shape [judged].
 COMMON_SHARE = 0.5
 
-MOST_RIVALS = 8
+MAX_RIVALS = 8
 _NUDGE = 0.02
-LEAST_GAIN = 1e-4  # share of a step; a smaller expected saving is not worth a measurement
+MIN_GAIN = 1e-4  # share of a step; a smaller expected saving is not worth a measurement
 _STANDARD = NormalDist()
 
 
@@ -72,7 +72,7 @@ class OperationGroup:
     times_s: tuple[Measurement, ...]
     seconds: float  # to measure
     spread: float  # of the logarithm of the times currently used in prices
-    rests_on: Provenance  # the worst provenance of these times
+    provenance: Provenance  # the worst provenance of these times
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +142,7 @@ def advise_measurements(
     best, *slower_plans = first_of_kinds(plans)
     if not slower_plans:
         return MeasurementAdvice(best=best, rival=None, probability=1.0, groups=())
-    rivals = sorted(slower_plans, key=pace)[:MOST_RIVALS]
+    rivals = sorted(slower_plans, key=pace)[:MAX_RIVALS]
     shares = shares_of(problem, [best, *rivals], groups, timed)
     leads = np.log([pace(rival) / pace(best) for rival in rivals])
     return _advice((best, *rivals), leads, shares, groups)
@@ -259,7 +259,7 @@ def _advice(
     while unmeasured := [at for at in range(len(groups)) if at not in chosen]:
         gains = {at: gain_of([*chosen, at]) - gain for at in unmeasured}
         at = max(unmeasured, key=lambda group: gains[group] / groups[group].seconds)
-        if max(gains.values()) < LEAST_GAIN:
+        if max(gains.values()) < MIN_GAIN:
             break
         chosen.append(at)
         gain += gains[at]

@@ -39,7 +39,7 @@ FIRST_CHUNKS = 6  # limit on virtual stages of interleaved pipelines in the firs
 BISECTIONS = 12
 WIDEST = 4.0  # times the work with equal stages; longer steps are not considered
 ROUNDING = 1e-6  # of a layer
-LEAST_FACTOR = 1e-9
+MIN_FACTOR = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -399,7 +399,7 @@ class _PipelineBounds(Rows):
         warmup = np.arange(pp)[::-1]
         covering = np.minimum(m[:, None] - 1, warmup)
         factor = m[:, None] - (1.0 + covering * np.minimum(self.forward_share, 0.5)) / self.chunks[:, None]
-        factor = np.maximum(factor, LEAST_FACTOR)
+        factor = np.maximum(factor, MIN_FACTOR)
         order = np.argsort(self.leanest_s, axis=1, kind="stable")
         head_s = np.where(warmup == 0, self.head_s[:, None], 0.0)
         head_s, leanest_s, most_layers, factor = (

@@ -17,7 +17,7 @@ from autoplan.spec.explanation import MixedExplanation, MixedNeighbour
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
 from autoplan.spec.plan_file import MixedPlanFile
 
-MOST_ALTERNATIVES = 3
+MAX_ALTERNATIVES = 3
 
 Change = tuple[str, str, str]
 
@@ -35,7 +35,7 @@ def explain_mixed(problem: MixedProblem, file: MixedPlanFile) -> MixedExplanatio
         plan=best,
         stages=mixed_stages(problem, file.best.plan),
         changes=_worth_showing(neighbours),
-        alternatives=file.alternatives[:MOST_ALTERNATIVES],
+        alternatives=file.alternatives[:MAX_ALTERNATIVES],
         certificate=file.certificate,
     )
 

@@ -20,7 +20,7 @@ from autoplan.cost.step import straggler_share
 from autoplan.search.mixed_bounds import BISECTIONS, ROUNDING, Candidate, MixedSpace, Ways
 from autoplan.search.mixed_refinement import Accepts, RefinedStructure, Refiner, accept_all, order_of, ordered
 from autoplan.search.space import Space
-from autoplan.search.structures import LEAST_USED, MAX_STAGES, Structure, groupings
+from autoplan.search.structures import MAX_STAGES, MIN_USED, Structure, groupings
 from autoplan.search.study import search
 from autoplan.spec.axes import COLUMNS, USUAL_SCHEDULES
 from autoplan.spec.estimate import RISKY_Z
@@ -30,18 +30,18 @@ from autoplan.spec.problem import Problem
 
 FIRST_FORMS = 16  # forms per set of parts, refined with the axes with the smallest bound
 KEPT_FORMS = 4  # of these, whose other axes are tried
-MOST_AXES = 16
+MAX_AXES = 16
 ABOUT = 1.05  # times the smallest possible time of combined groups, at which their ways are compared
-MOST_JOINT, LEAST_JOINT = 20_000, 3  # structures of combined groups, and ways of each with the same axes
+MAX_JOINT, MIN_JOINT = 20_000, 3  # structures of combined groups, and ways of each with the same axes
 KEPT_PLANS = 20
 
 # Exclusions, for the certificate.
 LIMITS = (
     "every group of parts forms equal pipelines, with one tp per part; parts may be idle",
-    f"at least {LEAST_USED:.0%} of the devices of a multi-part group in use, at most {MAX_STAGES} stages",
+    f"at least {MIN_USED:.0%} of the devices of a multi-part group in use, at most {MAX_STAGES} stages",
     "tp within the scale-up domain; with three or more parts the same on all",
     "parts in the order of their memory; with two parts also the reverse",
-    f"of groups beside each other at least {LEAST_JOINT} ways of each with the same axes, those that do most in the "
+    f"of groups beside each other at least {MIN_JOINT} ways of each with the same axes, those that do most in the "
     "least time of all, and hold as many micro-batches as they would alone",
 )
 STARTED = "only what the framework can start: one tp and one layer layout on all parts"
@@ -168,7 +168,7 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
                 by_axes[(*key, choice)].setdefault((ways.form[at], kinds.micro_batch[at], kinds.vp[at]), at)
         tables.append(by_axes)
     keys = tables[0].keys() & set.intersection(*(set(table) for table in tables))
-    max_choices = max(round((MOST_JOINT / max(len(keys), 1)) ** (1 / len(groups))), LEAST_JOINT)
+    max_choices = max(round((MAX_JOINT / max(len(keys), 1)) ** (1 / len(groups))), MIN_JOINT)
     overhead_s = min(calibration.overall for calibration in space.problem.calibrations)
     overhead_s *= space.problem.framework.host.step_overhead_s
     for key in sorted(keys):
@@ -277,7 +277,7 @@ def _other_micro_batches(
 def _other_axes(space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure) -> Iterator[Structure]:
     """Yield the structure with the other axes that have the smallest bounds."""
     form = tuple(zip(structure.kinds, structure.micro_batches, strict=True))
-    yield from map(space.structure, forms.get(form, [])[1 : MOST_AXES + 1])
+    yield from map(space.structure, forms.get(form, [])[1 : MAX_AXES + 1])
 
 
 def _other_chunks(space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure) -> Iterator[Structure]:

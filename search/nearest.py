@@ -23,7 +23,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 
-MOST_ASKED = 400  # plans checked with the target
+MAX_ASKED = 400  # plans checked with the target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ def nearest(
     fitting = np.flatnonzero(costs.verdict == VERDICTS.index("fits"))
     changed = np.array([num_changes[candidates[at]] for at in lawful], dtype=np.int64)[fitting]
     order = fitting[np.lexsort((seconds_per_sequence(costs)[fitting], changed))]
-    for near in ranked(problem, costs, order[:MOST_ASKED]):
+    for near in ranked(problem, costs, order[:MAX_ASKED]):
         if accepts(near):
             mine = axes_of(problem.model, near.plan)
             changes = ((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(axes, mine))

@@ -33,7 +33,7 @@ from autoplan.topology.placement import (
 
 PLACED_PLANS = 3  # best plans of a search that are placed
 STARTS = 4  # orders improved by local search
-MOST_TRIALS = 60  # largest number of blocks of swaps per order
+MAX_TRIALS = 60  # largest number of blocks of swaps per order
 BLOCK_NODES = 2**15  # orders x nodes scored at once
 # Tie-breakers between orders with equal time, as shares of the step: the number of switches that groups span, and the
 # traffic leaving all switches.
@@ -189,10 +189,10 @@ class _OrderSearch:
     def improve(self, slopes: Slopes, order: Ints) -> Ints:
         """Return `order` improved by swapping two nodes, the best swap of a block at a time, until none helps."""
         size = max(BLOCK_NODES // len(order), 1)
-        first, second = _pairs(len(order), MOST_TRIALS * size)
+        first, second = _pairs(len(order), MAX_TRIALS * size)
         blocks = -(-len(first) // size)
         score, idle = float(self.score(slopes, order[None])[0]), 0
-        for trial in range(MOST_TRIALS):
+        for trial in range(MAX_TRIALS):
             if idle >= blocks:
                 break
             pair = slice(trial % blocks * size, (trial % blocks + 1) * size)

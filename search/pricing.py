@@ -21,7 +21,7 @@ from autoplan.spec.estimate import OOM_Z, RISKY_Z, VERDICTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.search_result import RankedPlan
 
-FIRST_PRICED, MOST_PRICED = 256, 2048  # plans per call: few at first, which may rule out others
+FIRST_PRICED, MAX_PRICED = 256, 2048  # plans per call: few at first, which may rule out others
 CANDIDATE_GROUPS, FIRST_CANDIDATES = 1024, 64  # plans
 CANDIDATES_OF_KIND = 64  # plans
 ROOM = 0.9  # share of the memory, by its bound, that candidates to beat may need
@@ -146,7 +146,7 @@ class _BlockPricer:
         plans, bound, of_cell = PlanBatch.concatenate(parts), np.concatenate(bounds), np.concatenate(owners)
         lawful = np.flatnonzero(legal(space.rules, space.workload, plans))
         lawful = lawful[best_first(bound[lawful])]
-        for part in self.not_ruled_out(bound[lawful], growth=2, max_rows=MOST_PRICED):
+        for part in self.not_ruled_out(bound[lawful], growth=2, max_rows=MAX_PRICED):
             self._price(plans.take(lawful[part]), of_cell[lawful[part]])
 
     def _price(self, batch: PlanBatch, owner: Ints) -> None:
@@ -195,8 +195,8 @@ def closest(frontier: Frontier) -> RankedPlan | None:
         for bounds in plan_bounds(problem, space, kind_costs(problem, kinds)):
             least = bounds.memory_bytes.ravel()
             order = np.argsort(least, kind="stable")
-            for at in range(0, len(order), MOST_PRICED):
-                part = order[at : at + MOST_PRICED]
+            for at in range(0, len(order), MAX_PRICED):
+                part = order[at : at + MAX_PRICED]
                 if best and least[part[0]] >= best.memory_bytes:
                     break
                 kind, plan = np.divmod(part, len(bounds.inside))

@@ -26,11 +26,11 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Flip, RankedPlan, SearchResult, Sensitivity
 from autoplan.topology.cluster import ClusterSpec
 
-MOST_CHANGE = 2.0  # a larger change would be a different machine
-MOST_PLANS = 256  # plans priced again
-LEAST_SLOPE = 1e-4  # of the log step; a number with a smaller effect cannot change the answer
+MAX_CHANGE = 2.0  # a larger change would be a different machine
+MAX_PLANS = 256  # plans priced again
+MIN_SLOPE = 1e-4  # of the log step; a number with a smaller effect cannot change the answer
 CLOSE = 1e-4  # relative difference of two steps at a flip
-MOST_ROUNDS = 12
+MAX_ROUNDS = 12
 _NUDGE = 1e-4
 _TIMED = tuple(name for name in COLLECTIVES if name != "broadcast")  # collectives in a step
 
@@ -134,9 +134,9 @@ class _Contenders:
         best = result.rivals[0]
         ordered = sorted((*result.ranked, *result.rivals), key=lambda plan: at_quantile(plan, z))
         slower_plans = [plan for plan in {plan.plan: plan for plan in ordered}.values() if plan.plan != best.plan]
-        if len(slower_plans) >= MOST_PLANS:
-            margin = min(margin, pace(slower_plans[MOST_PLANS - 1]) / pace(best) - 1.0)
-        plans = (best, *slower_plans[: MOST_PLANS - 1])
+        if len(slower_plans) >= MAX_PLANS:
+            margin = min(margin, pace(slower_plans[MAX_PLANS - 1]) / pace(best) - 1.0)
+        plans = (best, *slower_plans[: MAX_PLANS - 1])
         numbers: dict[Hashable, int] = {}
         kinds = [numbers.setdefault(kind_of(plan.plan), len(numbers)) for plan in plans]
         return cls(
@@ -167,7 +167,7 @@ def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: fl
         nudged = contenders.times(quantity.slower(problem, 1.0 + _NUDGE))
         sign = -1.0 if quantity.is_rate else 1.0
         slopes[quantity.name] = sign * float(nudged[0] / now[0] - 1.0) / _NUDGE
-        if np.ptp(nudged / now) >= _NUDGE * LEAST_SLOPE:
+        if np.ptp(nudged / now) >= _NUDGE * MIN_SLOPE:
             flips.extend(_flips(problem, contenders, quantity, now, nudged))
     return Sensitivity(elasticities=slopes, flips=tuple(sorted(flips, key=lambda flip: abs(math.log(flip.factor)))))
 
@@ -182,7 +182,7 @@ def _flips(
 
     least = contenders.least(now)
     slope = (contenders.least(nudged) - least) / _NUDGE
-    for end in (MOST_CHANGE, 1.0 / MOST_CHANGE):
+    for end in (MAX_CHANGE, 1.0 / MAX_CHANGE):
         crossing = first_crossing(lambda growth: contenders.least(times(growth)), least, slope, end)
         if crossing is None:
             continue
@@ -213,7 +213,7 @@ def first_crossing(
     at, times_at, beyond = 1.0, now, end
     toward = math.copysign(1.0, end - 1.0)
     is_crossed = False
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         closing = (slope[0] - slope) * toward
         with np.errstate(divide="ignore", invalid="ignore"):
             reach = np.where(closing > 0, np.maximum(times_at - times_at[0], 0.0) / closing, np.inf)
@@ -263,7 +263,7 @@ def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterat
     """Yield the plan that would win with the least additional memory, if any."""
     best, z = result.rivals[0], normal_z(result.certificate.quantile)
     device = problem.cluster.device
-    roomy = replace(device, visible_memory_bytes=MOST_CHANGE * device.visible_memory_bytes)
+    roomy = replace(device, visible_memory_bytes=MAX_CHANGE * device.visible_memory_bytes)
     with_room = search(replace(problem, cluster=replace(problem.cluster, device=roomy)), space)
     bar = at_quantile(best, z) * (1.0 - TIE)
     better = [plan for plan in (*with_room.ranked, *with_room.rivals) if at_quantile(plan, z) < bar]

@@ -22,17 +22,17 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
 # How much slower a plan with fewer options may be: far less than the interval of any ratio of two plans.
-MOST_SLOWER = 0.01
-MOST_RIVALS = 4  # best plans of other degrees that are simplified in addition to the fastest
+MAX_SLOWER = 0.01
+MAX_RIVALS = 4  # best plans of other degrees that are simplified in addition to the fastest
 
 
 def simplest_first(problem: Problem, space: Space, result: SearchResult) -> SearchResult:
-    """Return `result` led by the plan with the fewest options that is as safe and at most `MOST_SLOWER` slower."""
+    """Return `result` led by the plan with the fewest options that is as safe and at most `MAX_SLOWER` slower."""
     fastest, *slower_plans = result.rivals
-    slowest = pace(fastest) * (1 + MOST_SLOWER)
+    slowest = pace(fastest) * (1 + MAX_SLOWER)
     near = [
         candidate
-        for candidate in slower_plans[:MOST_RIVALS]
+        for candidate in slower_plans[:MAX_RIVALS]
         if pace(candidate) <= slowest and is_as_safe(candidate, fastest)
     ]
     simplified_plans = [simplified(problem, space, candidate, slowest) for candidate in (fastest, *near)]

@@ -33,7 +33,7 @@ IDENTITY = "autoplan"  # study attribute that identifies the search
 IDENTITY_PATIENCE_S = 5.0  # the creator writes that attribute right after the study
 BUSY_TIMEOUT_S = 60.0  # SQLite: how long a worker waits for other writers
 GRPC_TIMEOUT_S = 10.0
-MOST_OPENINGS, OPENING_PAUSE_S = 5, 0.3
+MAX_OPENINGS, OPENING_PAUSE_S = 5, 0.3
 # Modules whose errors are storage errors; json for a damaged journal.
 _LIBRARIES = ("alembic", "grpc", "json", "optuna", "psycopg", "sqlalchemy")
 _JOURNAL_STARTS = b'{"op_code":'  # beginning of each line by Optuna
@@ -99,7 +99,7 @@ def _database(url: str, options: dict[str, Any]) -> RDBStorage:
     """Open a database; if several workers create its tables at once, all but one have to retry."""
     from sqlalchemy.exc import DBAPIError
 
-    for _ in range(MOST_OPENINGS - 1):
+    for _ in range(MAX_OPENINGS - 1):
         with suppress(DBAPIError):
             return RDBStorage(url, engine_kwargs=options)
         time.sleep(OPENING_PAUSE_S)

@@ -11,7 +11,7 @@ from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.plan import ParallelPlan
 
 MAX_STAGES = 32  # deeper pipelines over different parts are mostly bubble
-LEAST_USED = 0.9  # share of the devices of its parts that a structure must use
+MIN_USED = 0.9  # share of the devices of its parts that a structure must use
 
 StageKind = tuple[int, int]  # part and tensor-parallel degree of a stage
 
@@ -72,7 +72,7 @@ def pipelines(
                 used = cp * sum(count * depth * tp for depth, tp in zip(depths, tps, strict=True))
                 if 0 in depths or sum(depths) > deepest or count > most_replicas:
                     continue
-                if used >= LEAST_USED * sum(size.values()):
+                if used >= MIN_USED * sum(size.values()):
                     stages = [[(part, tp)] * depth for part, tp, depth in zip(order, tps, depths, strict=True)]
                     kinds.append(Pipelines(count=count, places=tuple(itertools.chain(*stages))))
     return tuple(dict.fromkeys(kinds))

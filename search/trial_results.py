@@ -17,7 +17,7 @@ from autoplan.search.surrogate import RUN_SPREAD
 from autoplan.search.tune import TrialResult
 from autoplan.trainer.task import TrainingReport
 
-_MOST_REASON = 300  # characters
+_MAX_REASON = 300  # characters
 # Actions of the scheduler on a job say nothing about its plan.
 _ENDS: Mapping[Cause, str] = {
     "out of memory": "oom",
@@ -72,7 +72,7 @@ def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: flo
 
 def make_result(how: str, reason: str = "", *, logged: LoggedRun | None = None, seconds: float = 0.0) -> TrialResult:
     """Return the result of a trial, with the logged steps if they count."""
-    reason = " ".join(reason.removeprefix("autoplan: ").split())[:_MOST_REASON]
+    reason = " ".join(reason.removeprefix("autoplan: ").split())[:_MAX_REASON]
     if logged is not None and how in ("measured", "slower"):
         peak_bytes = logged.reserved_bytes or logged.allocated_bytes
         return _timed(how, logged.step_s, reason=reason, peak_bytes=peak_bytes, seconds=seconds)

@@ -20,7 +20,7 @@ from autoplan.search.tune import TOLERANCE, TrialResult, Tuning, TuningState
 from autoplan.spec.problem import Problem
 
 POLL_S = 0.5
-LEAST_STEPS = 3  # before a trial may be ended because it loses
+MIN_STEPS = 3  # before a trial may be ended because it loses
 _CHUNK = 2**20
 
 
@@ -197,7 +197,7 @@ class Trials:
         batches = [self.tuning.plans[at].plan.global_batch for at in (watched.at, view.best.at)]
         bar_s = view.best_s * batches[0] / batches[1]
         fastest_s = logged.interval_s[0]
-        if len(logged.step_s) < LEAST_STEPS or fastest_s <= bar_s * (1 + TOLERANCE):
+        if len(logged.step_s) < MIN_STEPS or fastest_s <= bar_s * (1 + TOLERANCE):
             return None
         return "slower", (
             f"its first {len(logged.step_s)} times are {format_seconds(fastest_s)} or more, the best plan's is "

@@ -34,12 +34,12 @@ from autoplan.spec.tune_report import TrialEnd
 TOLERANCE = 0.02  # smaller gains do not count, as runs of one plan differ by as much
 CHANCE = 0.05  # probability that any of some plans is better, below which they are given up
 FIRST_CHANCE = 0.5  # minimum probability of fitting for the first plan to finish
-MOST_ALIKE = 3  # trials that fail for the same reason before any has finished, so that the plans are not at fault
+MAX_ALIKE = 3  # trials that fail for the same reason before any has finished, so that the plans are not at fault
 # Largest predicted slowdown relative to the best of plans to try: beyond it the surrogate gives a plan hardly any
 # chance unless its step consists of entirely different components.
 MARGIN = 0.3
-MOST_RUNS = 3  # runs of a plan whose lead over another one is within the spread between runs
-MOST_PLANS = 500  # more plans could not be distinguished by a few trials
+MAX_RUNS = 3  # runs of a plan whose lead over another one is within the spread between runs
+MAX_PLANS = 500  # more plans could not be distinguished by a few trials
 
 STATES: Mapping[TrialEnd, TrialState] = {
     "measured": TrialState.COMPLETE,
@@ -102,7 +102,7 @@ class Tuning:
     """Study of `plans`, driven by one program at a time."""
 
     def __init__(self, study: optuna.Study, storage: BaseStorage, plans: Sequence[RankedPlan]) -> None:
-        self.plans: tuple[RankedPlan, ...] = tuple(plans[:MOST_PLANS])
+        self.plans: tuple[RankedPlan, ...] = tuple(plans[:MAX_PLANS])
         self._study, self._storage = study, storage
         words = {axis: sorted({getattr(plan.plan, axis) for plan in self.plans}) for axis in _AXES}
         self._distributions: dict[str, BaseDistribution] = {
@@ -218,7 +218,7 @@ def tuning_state(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> T
         again = _too_close(surrogate, measured, best)
     runs = Counter(trial.at for trial in trials if trial.result is None or trial.result.how != "cancelled")
     under_way = {trial.at for trial in trials if trial.result is None}
-    repeatable = [at for at in again if runs[at] < MOST_RUNS and at not in under_way]
+    repeatable = [at for at in again if runs[at] < MAX_RUNS and at not in under_way]
     following = (
         int(candidates[np.argmax(worth[candidates])])
         if len(candidates)
@@ -254,8 +254,8 @@ def _stop(
 ) -> Stop | None:
     if not is_left:
         return ("alike" if is_close else "separated") if has_best else "exhausted"
-    last = [(result.how, re.sub(r"\d+", "", result.reason)) for _, result in ended[-MOST_ALIKE:]]  # except for numbers
-    if not has_best and len(last) == MOST_ALIKE and len(set(last)) == 1 and last[0][0] != "oom":
+    last = [(result.how, re.sub(r"\d+", "", result.reason)) for _, result in ended[-MAX_ALIKE:]]  # except for numbers
+    if not has_best and len(last) == MAX_ALIKE and len(set(last)) == 1 and last[0][0] != "oom":
         return "failing"
     return None
 

@@ -9,14 +9,14 @@ from contextlib import contextmanager
 
 from autoplan.base.errors import AutoplanError, InputError
 
-MOST_WORKERS = 256
+MAX_WORKERS = 256
 
 
 @contextmanager
 def worker_processes(join: Callable[[], object], count: int) -> Iterator[None]:
     """Start `count` further processes that call `join`, and wait for them to end by themselves."""
-    if not 0 <= count < MOST_WORKERS:
-        raise InputError(f"--workers must be from 1 to {MOST_WORKERS}, got {count + 1}")
+    if not 0 <= count < MAX_WORKERS:
+        raise InputError(f"--workers must be from 1 to {MAX_WORKERS}, got {count + 1}")
     if count and "fork" not in multiprocessing.get_all_start_methods():
         raise InputError("--workers cannot start processes here: start this command several times with one --storage")
     processes = [multiprocessing.get_context("fork").Process(target=_run, args=(join,)) for _ in range(count)]

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.report.cluster import print_topology, rates_text, topology_json
-from autoplan.report.cluster_drawing import MOST_DRAWN, WIDTH, draw
+from autoplan.report.cluster_drawing import MAX_DRAWN, WIDTH, draw
 from autoplan.topology.cluster import ClusterSpec, Fault, SwitchTier, WanSpec
 from autoplan.topology.components import Link
 from autoplan.topology.graph import quotient
@@ -111,7 +111,7 @@ def test_every_part_of_a_node_is_drawn_and_equal_nodes_once() -> None:
 
 def test_a_large_node_is_drawn_by_classes() -> None:
     cluster = load_cluster("h100-sxm:2x32")
-    assert cluster.devices_per_node > MOST_DRAWN
+    assert cluster.devices_per_node > MAX_DRAWN
     words = texts(draw(cluster, quotient(cluster)))
     assert words.count("x 32") == 2  # devices and NICs
     assert "31" not in words

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoplan.base.errors import MOST_ECHOED, MOST_MESSAGE, InputError, OutOfRangeError, readable
+from autoplan.base.errors import MAX_ECHOED, MAX_MESSAGE, InputError, OutOfRangeError, readable
 
 
 def test_a_long_value_is_cut_and_the_rule_stays() -> None:
     text = str(InputError(f"unknown device {'1' * 5000!r}: known: a100, h100"))
-    assert text == f"unknown device '{'1' * MOST_ECHOED}...': known: a100, h100"
-    assert readable("x.toml: " + "9" * 5000 + " is too large") == "x.toml: " + "9" * MOST_ECHOED + "... is too large"
+    assert text == f"unknown device '{'1' * MAX_ECHOED}...': known: a100, h100"
+    assert readable("x.toml: " + "9" * 5000 + " is too large") == "x.toml: " + "9" * MAX_ECHOED + "... is too large"
 
 
 def test_paths_and_usual_messages_are_left_alone() -> None:
@@ -30,8 +30,8 @@ def test_what_steers_a_terminal_is_escaped(letter: str) -> None:
 @given(st.text(max_size=6000))
 def test_every_message_can_be_shown(text: str) -> None:
     shown = str(InputError(text))
-    assert len(shown) <= MOST_MESSAGE + 3
+    assert len(shown) <= MAX_MESSAGE + 3
     assert all(
         line.isprintable() or not line.encode("utf-8", "replace").startswith(b"\x1b") for line in shown.split("\n")
     )
-    assert readable(shown) == shown or len(shown) > MOST_MESSAGE
+    assert readable(shown) == shown or len(shown) > MAX_MESSAGE

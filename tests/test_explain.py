@@ -20,7 +20,7 @@ from autoplan.readers.model import load_model
 from autoplan.report.explain import _versus_flag
 from autoplan.search.axes import axes_of, differing
 from autoplan.search.choice import pace
-from autoplan.search.explain import LEAST_GAIN, changed, explain, versus
+from autoplan.search.explain import MIN_GAIN, changed, explain, versus
 from autoplan.search.ranking import ranked
 from autoplan.spec.explanation import Explanation
 from autoplan.spec.model import ModelSpec
@@ -66,7 +66,7 @@ def test_one_change_is_told_of_every_axis_and_two_at_most_for_faster_plans() -> 
     assert {"tp", "pp", "micro_batch", "recompute", "schedule"} <= set(axes)
     assert [near.ratio for near in found.changes] == sorted(near.ratio for near in found.changes)
     for near in found.better:
-        assert near.ratio < 1 - LEAST_GAIN
+        assert near.ratio < 1 - MIN_GAIN
         assert len(near.changes) <= 2
 
 

@@ -17,7 +17,7 @@ from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate, memory_oom_z
 from autoplan.cost.kernels.sequences import Kinds, attended_len, means_of, packs_of, tokens_per_sample, useful
 from autoplan.cost.uneven_lengths import Distribution, Meeting, waited_microbatches
-from autoplan.readers.lengths import MOST_BINS, load_lengths
+from autoplan.readers.lengths import MAX_BINS, load_lengths
 from autoplan.report.answer import answer_lines
 from autoplan.spec.lengths import BATCHINGS, Batching, Lengths
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -110,7 +110,7 @@ def test_many_lengths_keep_their_sums(tmp_path: Path) -> None:
     tokens = (1.0 + np.random.default_rng(3).pareto(1.5, 20000)) * 100
     path.write_text("\n".join(str(int(number)) for number in tokens))
     lengths = load_lengths(str(path))
-    assert len(lengths.histogram) <= MOST_BINS
+    assert len(lengths.histogram) <= MAX_BINS
     assert lengths.num_samples == 20000
     assert lengths.longest == int(tokens.max())
     assert lengths.mean == pytest.approx(tokens.astype(int).mean(), rel=2e-3)

@@ -46,7 +46,7 @@ def group(shape: tuple[int, ...], spread: float = 0.1, operation: str = "gemm", 
         times_s=(time,),
         seconds=seconds,
         spread=spread,
-        rests_on="reference",
+        provenance="reference",
     )
 
 

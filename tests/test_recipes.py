@@ -32,7 +32,7 @@ def test_a_name_that_no_recipe_knows_has_none() -> None:
 def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name: str) -> None:
     found = recipe_called(called, year)
     assert found is not None
-    assert (found.framework, found.is_kin) == (name, True)
+    assert (found.framework, found.is_similar) == (name, True)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_what_was_not_measured_is_priced_as_its_kin(called: str, year: str, name
 def test_later_frameworks_are_kin_of_what_they_do(called: str, name: str) -> None:
     found = recipe_called(called, "2026")
     assert found is not None
-    assert (found.framework, found.is_kin) == (name, True)
+    assert (found.framework, found.is_similar) == (name, True)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_later_frameworks_are_kin_of_what_they_do(called: str, name: str) -> Non
 )
 def test_a_framework_of_no_name_is_told_by_its_sharding_and_year(sharding: str, year: str, name: str) -> None:
     found = nearest_recipe(sharding, year)
-    assert (found.framework, found.is_kin) == (name, True)
+    assert (found.framework, found.is_similar) == (name, True)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.arrays import Floats
 from autoplan.search.choice import kind_of
-from autoplan.search.sensitivity import MOST_CHANGE, first_crossing, quantities, sensitivity
+from autoplan.search.sensitivity import MAX_CHANGE, first_crossing, quantities, sensitivity
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.model import ModelSpec
@@ -31,13 +31,13 @@ def crossing(constant: list[float], growing: list[float], end: float) -> tuple[f
 
 
 def test_lines_cross_where_they_do() -> None:
-    assert crossing([1.0, 2.1], [1.0, 0.5], MOST_CHANGE) is None
-    found = crossing([1.0, 1.6], [1.0, 0.5], MOST_CHANGE)
+    assert crossing([1.0, 2.1], [1.0, 0.5], MAX_CHANGE) is None
+    found = crossing([1.0, 1.6], [1.0, 0.5], MAX_CHANGE)
     assert found is not None
     assert found[0] == pytest.approx(1.2)
     assert found[1] == 1
-    assert crossing([1.0, 1.6], [1.0, 0.5], 1 / MOST_CHANGE) is None
-    found = crossing([1.0, 0.5, 0.9], [1.0, 1.6, 1.2], 1 / MOST_CHANGE)
+    assert crossing([1.0, 1.6], [1.0, 0.5], 1 / MAX_CHANGE) is None
+    found = crossing([1.0, 0.5, 0.9], [1.0, 1.6, 1.2], 1 / MAX_CHANGE)
     assert found is not None
     assert found[0] == pytest.approx(5 / 6, rel=1e-3)
     assert found[1] == 1
@@ -48,7 +48,7 @@ def test_what_hides_at_first_shows_later() -> None:
     def times(growth: float) -> Floats:
         return np.array([max(1.5, growth), 1.7])
 
-    found = first_crossing(times, times(1.0), np.zeros(2), MOST_CHANGE)
+    found = first_crossing(times, times(1.0), np.zeros(2), MAX_CHANGE)
     assert found is not None
     assert found[0] == pytest.approx(1.7, rel=1e-3)
 
@@ -58,13 +58,13 @@ def test_what_shows_at_first_hides_later() -> None:
     def times(growth: float) -> Floats:
         return np.array([1.0, max(1.05, 1.15 - (growth - 1.0) / 2)])
 
-    assert first_crossing(times, times(1.0), np.array([0.0, -0.5]), MOST_CHANGE) is None
+    assert first_crossing(times, times(1.0), np.array([0.0, -0.5]), MAX_CHANGE) is None
 
 
 lines = st.lists(st.tuples(st.floats(0.0, 2.0), st.floats(0.0, 2.0)), min_size=2, max_size=5)
 
 
-@given(lines, st.sampled_from([MOST_CHANGE, 1 / MOST_CHANGE]))
+@given(lines, st.sampled_from([MAX_CHANGE, 1 / MAX_CHANGE]))
 @settings(max_examples=60, deadline=None)
 def test_the_first_of_several_lines_is_found(rows: list[tuple[float, float]], end: float) -> None:
     still, moving = np.array(rows).T + 0.01

@@ -21,7 +21,7 @@ from autoplan.cost.provenance import shares
 from autoplan.cost.served import measured_shares, needed_times, term_spreads
 from autoplan.profiler.record import Record
 from autoplan.profiler.store import open_store
-from autoplan.report.answer import rests_on
+from autoplan.report.answer import sources_text
 from autoplan.spec.measurement import Match, Measurement
 from autoplan.spec.needed_times import NeededTime
 from autoplan.spec.operations import COLLECTIVES, Operation
@@ -182,7 +182,7 @@ def test_a_time_that_is_missing_names_the_term_that_it_would_enter(
 
 def test_every_provenance_has_words_on_screen() -> None:
     for name in get_args(Provenance):
-        assert rests_on({name: 1.0}).startswith("100.0 % ")
+        assert sources_text({name: 1.0}).startswith("100.0 % ")
 
 
 def test_the_age_of_a_record_is_counted_in_days() -> None:

@@ -241,7 +241,7 @@ def test_calibrations_of_a_framework_elsewhere_leave_the_generation_unseen() -> 
     never = calibration_among(known, "third", "volta")
     assert (never.unseen, never.most_devices) == ((), 64)
     assert calibration_among(known, "third", "cdna3").unseen == ("generation",)
-    kin = calibration_among(known, "own", "hopper", is_kin=True)
+    kin = calibration_among(known, "own", "hopper", is_similar=True)
     assert (kin.unseen, kin.time_spread) == (("framework",), None)
     assert calibration_among({}, "own", "hopper").unseen == ("generation",)
 

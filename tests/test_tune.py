@@ -32,7 +32,7 @@ from autoplan.search.study import search
 from autoplan.search.surrogate import RUN_SPREAD, MeasuredPlan, Surrogate, fit_chance, pool_runs
 from autoplan.search.trial_results import read_result
 from autoplan.search.trials import Budget, Trials
-from autoplan.search.tune import CHANCE, MARGIN, MOST_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, tuning_state
+from autoplan.search.tune import CHANCE, MARGIN, MAX_RUNS, TOLERANCE, TrialResult, TunedTrial, Tuning, tuning_state
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
@@ -270,7 +270,7 @@ def test_plans_that_are_as_far_apart_as_their_own_runs_are_run_again(plans: Sequ
         trials.append(trial(len(trials), view.next, result))
     runs = Counter(trial.at for trial in trials)
     assert view.stop == "alike"
-    assert runs[0] == runs[1] == MOST_RUNS
+    assert runs[0] == runs[1] == MAX_RUNS
     assert max(count for at, count in runs.items() if at not in truth) == 1
     own = [trial.result.step_s for trial in trials if trial.at == 0 and trial.result and trial.result.step_s]
     middle = {one.at: one.step_s for one in view.measured}
@@ -284,7 +284,7 @@ def test_a_repeated_run_that_fails_is_not_run_for_ever(plans: Sequence[RankedPla
         assert view.next is not None
         trials.append(trial(len(trials), view.next, TrialResult(how="failed", reason=f"fault {len(trials)}")))
     assert view.stop == "alike"
-    assert max(Counter(trial.at for trial in trials).values()) == MOST_RUNS
+    assert max(Counter(trial.at for trial in trials).values()) == MAX_RUNS
 
 
 def test_a_plan_out_of_memory_is_no_candidate_again_and_takes_those_above_with_it(plans: Sequence[RankedPlan]) -> None:

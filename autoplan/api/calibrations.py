@@ -21,7 +21,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.topology.cluster import ClusterSpec
 
-LEAST_RUNS = 3  # for a calibration
+MIN_RUNS = 3  # for a calibration
 
 
 def described_machine(cluster: ClusterSpec) -> Fingerprint:
@@ -40,15 +40,15 @@ def calibration_of(
 ) -> Fitted:
     """Fit a calibration of `framework` on nodes like those of `cluster`, from its finished runs in the database.
 
-    Uses the runs on the most similar machines with at least `LEAST_RUNS` of them (`Match`), otherwise those on any
+    Uses the runs on the most similar machines with at least `MIN_RUNS` of them (`Match`), otherwise those on any
     machine with the device.  Runs are priced with the measured timings that the calibration will be combined with, so
     it learns only what these leave unexplained.
     """
     runs = list(_measured(cluster, framework, url, timings))
-    if len(runs) < LEAST_RUNS:
+    if len(runs) < MIN_RUNS:
         raise InputError(
             f"the database holds {len(runs)} finished runs of {framework.name} on {cluster.device.name} that can "
-            f"be priced, a calibration needs {LEAST_RUNS}: add some with autoplan calibrate --from-logs, or leave "
+            f"be priced, a calibration needs {MIN_RUNS}: add some with autoplan calibrate --from-logs, or leave "
             "--calibration db out"
         )
     name = f"{framework.name} on {cluster.device.name}, from {len(runs)} runs in the database"
@@ -93,7 +93,7 @@ def _measured(
     chosen: list[RunRecord] = []
     for _, runs in sorted(by_match.items()):
         chosen += runs
-        if len(chosen) >= LEAST_RUNS:
+        if len(chosen) >= MIN_RUNS:
             break
     yield from _priced(chosen, cluster, framework, timings)
 

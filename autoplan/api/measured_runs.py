@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from autoplan.api.calibrations import LEAST_RUNS, calibration_of, described_machine, fitted_to, plain_calibration
+from autoplan.api.calibrations import MIN_RUNS, calibration_of, described_machine, fitted_to, plain_calibration
 from autoplan.api.launch_files import make_context
 from autoplan.api.problem import load_cluster
 from autoplan.api.results import Result, Table
@@ -186,8 +186,8 @@ def calibrate(runs: str | Path) -> CalibrateResult:
             continue
         measured.append(MeasuredRun(problem=run.problem, plan=run.plan, step_s=step_s))
         kinds.add(f"{run.problem.framework.name} on {run.problem.cluster.device.name}")
-    if len(measured) < LEAST_RUNS:
-        raise InputError(f"{path}: {len(measured)} finished runs that can be priced, a calibration needs {LEAST_RUNS}")
+    if len(measured) < MIN_RUNS:
+        raise InputError(f"{path}: {len(measured)} finished runs that can be priced, a calibration needs {MIN_RUNS}")
     if len(kinds) > 1:
         raise InputError(f"{path}: runs of {' and of '.join(sorted(kinds))}: give each its own table")
     fitted = fitted_to(measured, name=f"{path.stem}: {min(kinds)}")

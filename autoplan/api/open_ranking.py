@@ -169,5 +169,5 @@ def _group(problem: Problem, family: str, setting: str, tasks: list[RankedTask])
         ),
         seconds=sum(item.expected_s for item in tasks),
         spread=variance**0.5,
-        rests_on=max((provenance for _, provenance in spreads), key=PROVENANCES.index),
+        provenance=max((provenance for _, provenance in spreads), key=PROVENANCES.index),
     )

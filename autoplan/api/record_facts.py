@@ -13,7 +13,7 @@ from autoplan.cost.served import measured_shares, needed_times, term_spreads
 from autoplan.profiler.record import Record
 from autoplan.spec.needed_times import NeededTime, RecordFacts, StepSources
 
-LEAST_QUARTILES = 5  # samples
+MIN_QUARTILES = 5  # samples
 QUARTILES_APART = 1.349  # of a normal distribution, in standard deviations
 
 
@@ -98,7 +98,7 @@ def sample_deviation(samples_s: Sequence[float]) -> float | None:
     if len(samples_s) < 2:
         return None
     middle = statistics.median(samples_s)
-    if len(samples_s) < LEAST_QUARTILES:
+    if len(samples_s) < MIN_QUARTILES:
         return statistics.stdev(samples_s) / middle
     low, _, high = statistics.quantiles(samples_s, n=4)
     return (high - low) / QUARTILES_APART / middle

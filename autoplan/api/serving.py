@@ -20,7 +20,7 @@ from autoplan.base.files import decode
 
 LOOPBACK = "127.0.0.1"
 MOST_BYTES = 64 * 1024  # of a request
-MOST_PINNED = 8
+MAX_PINNED = 8
 LONGEST_WAIT_S = 30.0  # for what a browser has begun to send
 HEADERS = {
     "Cache-Control": "no-store",
@@ -103,8 +103,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not isinstance(table, dict):
             raise InputError("the request is no table of values: reload the page")
         changes = decode(Changes, table, "the request")
-        if len(changes.pinned) > MOST_PINNED:
-            raise InputError(f"{len(changes.pinned)} plans are pinned: unpin one, {MOST_PINNED} are compared at most")
+        if len(changes.pinned) > MAX_PINNED:
+            raise InputError(f"{len(changes.pinned)} plans are pinned: unpin one, {MAX_PINNED} are compared at most")
         return changes
 
     def _refuse(self, status: HTTPStatus, reason: str) -> None:

@@ -28,7 +28,7 @@ from autoplan.search.excluded_options import with_excluded_options
 from autoplan.search.storage import opened
 from autoplan.search.study import search
 from autoplan.search.trials import Budget, Trials, spent_hours
-from autoplan.search.tune import MARGIN, MOST_PLANS, TunedTrial, Tuning, TuningState
+from autoplan.search.tune import MARGIN, MAX_PLANS, TunedTrial, Tuning, TuningState
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile, SpaceFlags
 from autoplan.spec.problem import Problem
@@ -285,7 +285,7 @@ def _searched(
     result = search(problem, space, progress, margin=MARGIN)
     check_result(problem, space, result)
     _, result = with_excluded_options(problem, space, result, flags.barred, margin=MARGIN)
-    return Candidates(problem=problem, plans=distinct(result)[:MOST_PLANS], timings=options.get("timings") or "")
+    return Candidates(problem=problem, plans=distinct(result)[:MAX_PLANS], timings=options.get("timings") or "")
 
 
 def _trainable(candidates: Candidates) -> Candidates:

@@ -28,7 +28,7 @@ SIZES = {
     "seq_len": ("sequence length", "Tokens per sequence."),
 }
 FIRST_CHOICES = ("sharding", "recompute", "schedule")  # which people change as often as degrees
-MOST_NODES = 100_000
+MAX_NODES = 100_000
 # Flags that follow from others unless they are changed by hand: plans keep theirs.
 CARRIED = tuple(axis.name for axis in AXES if axis.kind is Kind.FLAG and not axis.spelled)
 
@@ -119,8 +119,8 @@ def changed(start: PlanResult, values: Mapping[str, str]) -> PlanResult:
         raise InputError(f"{min(unknown)} cannot be changed here: leave it out")
     problem, nodes = start.problem, _count(values, "nodes")
     seq_len = _count(values, "seq_len")
-    if nodes > MOST_NODES:
-        raise InputError(f"nodes {nodes:,}: must be at most {MOST_NODES:,}")
+    if nodes > MAX_NODES:
+        raise InputError(f"nodes {nodes:,}: must be at most {MAX_NODES:,}")
     if nodes != problem.cluster.num_nodes:
         problem = resized(problem, nodes)
     if seq_len != problem.training.seq_len:

@@ -10,21 +10,21 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-MOST_ECHOED = 80  # characters of a value quoted in a message
-MOST_MESSAGE = 2_000  # characters
-_QUOTED, _WORD = re.compile(rf"'[^'\n]{{{MOST_ECHOED + 20},}}'"), re.compile(r"\S{400,}")
+MAX_ECHOED = 80  # characters of a value quoted in a message
+MAX_MESSAGE = 2_000  # characters
+_QUOTED, _WORD = re.compile(rf"'[^'\n]{{{MAX_ECHOED + 20},}}'"), re.compile(r"\S{400,}")
 
 
 def readable(message: str) -> str:
     """Return a message that is safe for a terminal: long values truncated, control characters escaped."""
-    message = _QUOTED.sub(lambda match: f"'{match[0][1 : 1 + MOST_ECHOED]}...'", message)
-    message = _WORD.sub(lambda match: f"{match[0][:MOST_ECHOED]}...", message)
+    message = _QUOTED.sub(lambda match: f"'{match[0][1 : 1 + MAX_ECHOED]}...'", message)
+    message = _WORD.sub(lambda match: f"{match[0][:MAX_ECHOED]}...", message)
     if not message.isprintable():
         message = "".join(
             letter if letter == "\n" or unicodedata.category(letter)[0] != "C" else ascii(letter)[1:-1]
             for letter in message
         )
-    return message if len(message) <= MOST_MESSAGE else f"{message[:MOST_MESSAGE]}..."
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."
 
 
 class AutoplanError(Exception):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from autoplan.base.units import format_flops, format_percent, format_rate
-from autoplan.profiler.health import LEAST_EQUALS
+from autoplan.profiler.health import MIN_PEERS
 from autoplan.report.terminal import print_table
 
 if TYPE_CHECKING:
     from autoplan.api.outputs import CheckedHealth, CheckedRate, SlowPart
 
-MOST_SLOW = 20  # parts named individually
+MAX_SLOW = 20  # parts named individually
 OFF_SHARE = 1.5  # ratio to the cluster file's rate that is reported, as links are known to some 15 %
 
 
@@ -23,12 +23,12 @@ def print_health(console: Console, health: CheckedHealth) -> None:
     has_described = any(rate.described for rate in health.rates)
     columns += [("cluster file", True), ("reached", True)] if has_described else []
     print_table(console, columns, [_cells(rate)[: len(columns)] for rate in health.rates], keep=4)
-    for slow in health.slow[:MOST_SLOW]:
+    for slow in health.slow[:MAX_SLOW]:
         console.print(f"slow: {slow_words(slow)}", soft_wrap=True)
-    if len(health.slow) > MOST_SLOW:
-        console.print(f"slow: {len(health.slow) - MOST_SLOW:,} more, see --json")
+    if len(health.slow) > MAX_SLOW:
+        console.print(f"slow: {len(health.slow) - MAX_SLOW:,} more, see --json")
     if not health.slow:
-        compared = "device and no link" if health.ranks >= LEAST_EQUALS else "device"
+        compared = "device and no link" if health.ranks >= MIN_PEERS else "device"
         console.print(
             f"no {compared} is slower than its peers"
             if health.ranks > 1
@@ -45,8 +45,8 @@ def warnings_of(health: CheckedHealth) -> list[str]:
     ]
     if health.disturbance:
         texts.append(f"GEMM timings were disturbed: {health.disturbance}")
-    if 1 < health.ranks < LEAST_EQUALS:
-        texts.append(f"links were not compared: this needs {LEAST_EQUALS} devices, got {health.ranks}")
+    if 1 < health.ranks < MIN_PEERS:
+        texts.append(f"links were not compared: this needs {MIN_PEERS} devices, got {health.ranks}")
     if health.rounds_left:
         texts.append(
             f"the budget ran out {health.rounds_left} of {health.rounds} rounds early: some pairs were not measured"

@@ -41,7 +41,7 @@ def print_advice(console: Console, advice: MeasurementAdvice, planned: Sequence[
         table.add_row(
             group.family,
             group.setting,
-            group.rests_on,
+            group.provenance,
             format_percent(group.spread),
             format_percent(value.share),
             format_percent(value.rival_share),

@@ -58,7 +58,7 @@ class BlockCost(Rows):
         return add_up(entry[name] for entry in passes for name in ("gemm", "attention", "memory_bound", "recompute"))
 
     @property
-    def beside_s(self) -> Floats:
+    def hiding_s(self) -> Floats:
         """Seconds of both passes under which expert traffic of another micro-batch may hide: work, and other waits.
 
         Other exposed traffic counts, too, because the work that hides the rest of that traffic cannot hide anything

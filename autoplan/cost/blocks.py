@@ -105,9 +105,9 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
     lags: dict[Block, Lags] = {}
     # Experts are priced last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(shapes.items(), key=lambda item: item[0] is Block.MOE):
-        beside_s = _beside_experts_s(problem.model, costs) if block is Block.MOE else np.zeros(len(batch))
+        hiding_s = _hiding_experts_s(problem.model, costs) if block is Block.MOE else np.zeros(len(batch))
         own = parts[block].take(of_kernels)
-        costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, beside_s, shared)
+        costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, hiding_s, shared)
     costs = with_launches(problem.model, batch, costs, lags) | _encoder_costs(problem, batch, links)
     if problem.training.runs_reference:  # forward only, with exposed traffic and launches
         costs = {
@@ -117,14 +117,14 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
     return costs
 
 
-def _beside_experts_s(model: ModelSpec, costs: dict[Block, BlockCost]) -> Floats:
+def _hiding_experts_s(model: ModelSpec, costs: dict[Block, BlockCost]) -> Floats:
     """Time of the other blocks in a layer with experts, taken from the shortest layer, as a stage may have no other.
 
     Includes their wait for sharded-state traffic, the smallest of all layers.
     """
     layers = [layer for layer in (*model.layer_kinds, model.mtp_layer) if Block.MOE in layer]
     beside = [[costs[block] for block in layer if block in costs] for layer in layers]
-    work = reduce(np.minimum, (add_up(cost.beside_s for cost in others) for others in beside))
+    work = reduce(np.minimum, (add_up(cost.hiding_s for cost in others) for others in beside))
     return work + reduce(np.minimum, (add_up(cost.states_s for cost in others) for others in beside))
 
 
@@ -286,7 +286,7 @@ def _block_cost(
     shape: BlockShape,
     parts: _Parts,
     links: Links,
-    beside_s: Floats,
+    hiding_s: Floats,
     shared: SharedStates,
 ) -> tuple[BlockCost, Lags]:
     framework, zeros = problem.framework, np.zeros(len(batch))
@@ -294,7 +294,7 @@ def _block_cost(
     copies = copied_states_s(problem, batch, unit)
     ep, wait = zeros, Pass.none(len(batch))
     if block is Block.MOE:
-        work_s = parts.kernels.passes.total_s + parts.tp.total_s + beside_s
+        work_s = parts.kernels.passes.total_s + parts.tp.total_s + hiding_s
         ep = shown_expert_parallel_s(problem, batch, parts.ep, work_s)
         wait = _experts_wait_s(problem, batch)
     forward, backward = _pass_terms(parts, ep)

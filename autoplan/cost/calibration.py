@@ -35,12 +35,12 @@ RUNS_PER_FACTOR = 15
 # an outlier; and of a factor around its initial value.
 RESIDUAL_SPREAD = 0.10
 FACTOR_SPREAD = 0.20
-MOST_FACTOR = 3.3  # e^1.2: a larger factor means something other than its name (findings, 1)
+MAX_FACTOR = 3.3  # e^1.2: a larger factor means something other than its name (findings, 1)
 SOLVED = 0.01  # change of a factor's logarithm below which a fit is done
-MOST_ROUNDS = 5
+MAX_ROUNDS = 5
 _NUDGE = 0.02  # step of a factor's logarithm to compute a slope
 
-_MOST_STEPS = 60
+_MAX_STEPS = 60
 _SETTLED = 1e-5
 
 
@@ -143,13 +143,13 @@ class Linearised:
         slopes = self._slopes[rows]
         errors = self._errors[rows] + slopes @ (prior - self._at)
         change, ridge = np.zeros(len(prior)), np.eye(len(prior)) * (RESIDUAL_SPREAD / FACTOR_SPREAD) ** 2
-        for _ in range(_MOST_STEPS):
+        for _ in range(_MAX_STEPS):
             weights = 1.0 / (1.0 + ((errors + slopes @ change) / RESIDUAL_SPREAD) ** 2)
             curvature = slopes.T @ (weights[:, None] * slopes) + ridge
             before, change = change, -np.linalg.solve(curvature, slopes.T @ (weights * errors))
             if np.abs(change - before).max() < _SETTLED:
                 break
-        return with_factors(base, self.names, np.clip(prior + change, -np.log(MOST_FACTOR), np.log(MOST_FACTOR)))
+        return with_factors(base, self.names, np.clip(prior + change, -np.log(MAX_FACTOR), np.log(MAX_FACTOR)))
 
     def near(
         self,
@@ -174,7 +174,7 @@ class Linearised:
             changes.append(change)
         weights = np.exp(np.array(evidence) - max(evidence))
         logs += weights @ np.array(changes) / weights.sum()
-        return with_factors(base, self.names, np.clip(logs, -np.log(MOST_FACTOR), np.log(MOST_FACTOR)))
+        return with_factors(base, self.names, np.clip(logs, -np.log(MAX_FACTOR), np.log(MAX_FACTOR)))
 
 
 def _likelier(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior) -> tuple[float, Floats]:
@@ -194,7 +194,7 @@ def _peak(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior, s
     """
     position: Floats = start
     ridge = np.full(len(position), prior.factor_spread**-2.0)
-    for _ in range(_MOST_STEPS):
+    for _ in range(_MAX_STEPS):
         weights = (RUN_FREEDOM + 1.0) / (RUN_FREEDOM * spread**2 + (errors + slopes @ position) ** 2)
         ridge[0] = (CLUSTER_FREEDOM + 1.0) / (CLUSTER_FREEDOM * prior.factor_spread**2 + position[0] ** 2)
         curvature = slopes.T @ (weights[:, None] * slopes) + np.diag(ridge)
@@ -229,7 +229,7 @@ def fit(runs: Sequence[MeasuredRun], base: Calibration, factors: Sequence[str] |
 def _solved(base: Calibration, names: Sequence[str], improve: Callable[[Calibration], Calibration]) -> Calibration:
     """Return `base` after applying `improve` until the named factors converge."""
     fitted = base
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         before, fitted = fitted, improve(fitted)
         if max(abs(np.log(getattr(fitted, name) / getattr(before, name))) for name in names) < SOLVED:
             break

@@ -12,7 +12,7 @@ from autoplan.base.units import check_positive
 DEVICE_MTBF_S = 54 * 86400 * 16384 / 419
 CHECKPOINT_S = 60.0  # judged: a synchronous checkpoint; one that only stalls for a copy takes 1 to 5 s
 RESTART_S = 600.0  # judged: detection, rescheduling and loading, 5 to 30 minutes without spare nodes
-MOST_EXPONENT = 700.0  # of exp(), within the range of a float
+MAX_EXPONENT = 700.0  # of exp(), within the range of a float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,6 @@ def daly_interval_s(mtbf_s: float, checkpoint_s: float) -> float:
 def expected_wall_s(work_s: float, interval_s: float, mtbf_s: float, checkpoint_s: float, restart_s: float) -> float:
     """Expected wall time of `work_s` of steps with exponential failures, also during restarts (Daly 2006)."""
     exponents = restart_s / mtbf_s, (interval_s + checkpoint_s) / mtbf_s
-    if sum(exponents) > MOST_EXPONENT:
+    if sum(exponents) > MAX_EXPONENT:
         return math.inf
     return mtbf_s * math.exp(exponents[0]) * math.expm1(exponents[1]) * work_s / interval_s

@@ -26,7 +26,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import DISTURBED_SPREAD, INTERPOLATED_SPREAD, SCALED_SPREAD, TimeSource
 
 _GROWTH = 1e-6
-_LEAST_SHARE = 1e-4  # of a term, below which a share is rounding of the derivative
+_MIN_SHARE = 1e-4  # of a term, below which a share is rounding of the derivative
 # Growth that makes a further term count, relative to the growth of the term that a time enters itself; a bubble grows
 # with all times.
 _ENTERS = 0.5
@@ -82,7 +82,7 @@ def term_spreads(needed: Sequence[NeededTime], sample_spreads: Mapping[str, floa
     return {
         name: math.hypot(math.sqrt(variance) / measured[name], match.spread)
         for name, variance in variances.items()
-        if measured[name] > _LEAST_SHARE
+        if measured[name] > _MIN_SHARE
     }
 
 
@@ -163,7 +163,7 @@ def _shares(
         if value[0] > 0
     }
     step = float((after.step_s[0] - before.step_s[0]) / (before.step_s[0] * _GROWTH))
-    return {name: share for name, share in shares.items() if share > _LEAST_SHARE}, max(step, 0.0)
+    return {name: share for name, share in shares.items() if share > _MIN_SHARE}, max(step, 0.0)
 
 
 def _entered(

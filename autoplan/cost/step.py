@@ -24,7 +24,7 @@ from autoplan.cost.collectives.end_of_step import (
     shown_reduce_s,
 )
 from autoplan.cost.collectives.pipeline_messages import tied_table
-from autoplan.cost.memory.parameters import layer_parameters, own_parameters
+from autoplan.cost.memory.parameters import layer_parameters, updated_parameters
 from autoplan.cost.passes import Pass, SplitPass
 from autoplan.cost.pipeline.closed_forms import Makespan, gpipe_s, pipeline_s
 from autoplan.cost.pipeline.order import PipelineShape
@@ -63,11 +63,11 @@ class PartLayout:
         """The calibration's factor on all times."""
         return self.problem.calibration.overall
 
-    def of_rows(self, values: Numbers) -> Numbers:
+    def per_row(self, values: Numbers) -> Numbers:
         """Expand values per pipeline to values per row."""
         return values if self.on_part is None else values[self.pipeline]
 
-    def own(self, values: Floats) -> Floats:
+    def only_on_part(self, values: Floats) -> Floats:
         """Return `values` of the stages on the part, and 0 for other stages."""
         return values if self.on_part is None else np.where(self.on_part, values, 0.0)
 
@@ -130,7 +130,7 @@ class LaidOutPipelines:
                 joined[name][layout.pipeline[rows]] = value[rows]
         return joined
 
-    def most(self, values: Sequence[Floats]) -> Floats:
+    def largest(self, values: Sequence[Floats]) -> Floats:
         """Return the largest value of every pipeline over all layouts and rows."""
         if self.layouts[0].on_part is None:
             return values[0]
@@ -222,7 +222,7 @@ def _end_of_step(pipelines: LaidOutPipelines) -> dict[str, Floats]:
     shown = pipelines.at(first, [_shown(pipelines, layout, reduce_s, gather_s) for layout in pipelines.layouts])
     return {
         "data_parallel_reduce": shown["data_parallel_reduce"] + pipelines.tied_s,
-        "optimizer": pipelines.most([layout.overall * _update_s(layout) for layout in pipelines.layouts]),
+        "optimizer": pipelines.largest([layout.overall * _update_s(layout) for layout in pipelines.layouts]),
         "parameter_gather": shown["parameter_gather"],
     }
 
@@ -231,8 +231,8 @@ def _shown(pipelines: LaidOutPipelines, layout: PartLayout, reduce_s: Floats, ga
     """Exposed traffic of a layout's rows, if their first stage is on its part."""
     problem, laid, passes = layout.problem, layout.laid, pipelines.before_head
     first = FirstStage.of(laid.blocks, laid.parameters)
-    reduction = shown_reduce_s(problem, laid.batch, layout.of_rows(passes.backward_s), first, layout.of_rows(reduce_s))
-    gather = shown_gather_s(problem, laid.batch, layout.of_rows(passes.forward_s), first, layout.of_rows(gather_s))
+    reduction = shown_reduce_s(problem, laid.batch, layout.per_row(passes.backward_s), first, layout.per_row(reduce_s))
+    gather = shown_gather_s(problem, laid.batch, layout.per_row(passes.forward_s), first, layout.per_row(gather_s))
     if (shared := laid.costs.shared).is_measured.any():
         # Gathers in the first passes and reductions in the last ones, for layers and ends.
         layers = laid.parameters.dense.max(axis=1) / layer_parameters(problem, laid.batch)
@@ -244,8 +244,10 @@ def _shown(pipelines: LaidOutPipelines, layout: PartLayout, reduce_s: Floats, ga
 def _update_s(layout: PartLayout) -> Floats:
     """Optimizer time on the part for every row."""
     laid, trained = layout.laid, layout.laid.parameters.trained
-    most_updated = layout.share_factor * layout.own(own_parameters(laid.batch, laid.parameters)).max(axis=1)
-    most_trained = layout.own(trained.dense + trained.expert).max(axis=1)
+    most_updated = layout.share_factor * layout.only_on_part(updated_parameters(laid.batch, laid.parameters)).max(
+        axis=1
+    )
+    most_trained = layout.only_on_part(trained.dense + trained.expert).max(axis=1)
     return optimizer_s(layout.problem, laid.batch, most_updated, most_trained)
 
 
@@ -268,10 +270,10 @@ def _uneven_lengths_s(pipelines: LaidOutPipelines) -> Floats:
     for layout in pipelines.layouts:
         blocks = layout.laid.blocks
         count, repeated = (
-            {block: layout.own(of_block).sum(axis=1) for block, of_block in of_stages.items()}
+            {block: layout.only_on_part(of_block).sum(axis=1) for block, of_block in of_stages.items()}
             for of_stages in (blocks.count, blocks.repeated)
         )
-        head_s = layout.own(blocks.at_last(layout.laid.head.total_s)).sum(axis=1)
+        head_s = layout.only_on_part(blocks.at_last(layout.laid.head.total_s)).sum(axis=1)
         varying = varying_s(layout.problem, layout.laid.costs.blocks, count, repeated, head_s)
         for total, own in zip((tokens_s, squares_s), varying, strict=True):
             np.add.at(total, layout.pipeline, layout.overall * own)
@@ -285,7 +287,7 @@ def step_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
     """Seconds of a step by term, without stragglers."""
     work_s, send_s, critical = _makespan(pipelines)
     work = [
-        {name: layout.overall * value for name, value in work_terms(layout.laid, layout.of_rows(critical)).items()}
+        {name: layout.overall * value for name, value in work_terms(layout.laid, layout.per_row(critical)).items()}
         for layout in pipelines.layouts
     ]
     terms = pipelines.at(critical, work)
@@ -298,7 +300,7 @@ def step_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
         np.full(len(layout.laid.batch), layout.overall * layout.problem.framework.host.step_overhead_s)
         for layout in pipelines.layouts
     ]
-    terms["overhead"] = pipelines.most(overheads)
+    terms["overhead"] = pipelines.largest(overheads)
     return terms
 
 

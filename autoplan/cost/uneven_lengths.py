@@ -27,7 +27,7 @@ from autoplan.spec.terms import BLOCK_TERMS, OF_TOKENS
 
 CELLS = 1024  # cells of the grid
 GRID_SHARE = 0.999  # factor on a lower bound of a wait, to allow for the error of the grid
-LEAST_MASS = 1e-12  # of a cell at either end; cells with less are dropped
+MIN_MASS = 1e-12  # of a cell at either end; cells with less are dropped
 
 Part = Literal["tokens", "squares"]
 
@@ -95,7 +95,7 @@ class Distribution:
         padded = 1 << (size - 1).bit_length()
         mass = np.fft.irfft(np.fft.rfft(own.mass, padded) * np.fft.rfft(added_on.mass, padded), padded)[:size]
         mass = np.maximum(mass, 0.0)
-        likely = np.flatnonzero(mass > LEAST_MASS * mass.max())
+        likely = np.flatnonzero(mass > MIN_MASS * mass.max())
         first, last = int(likely[0]), int(likely[-1])
         mass = mass[first : last + 1] / mass[first : last + 1].sum()
         total = Distribution(own.start + added_on.start + first * step, step, mass)

@@ -17,7 +17,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import is_file
 from autoplan.base.units import check_count
 from autoplan.frameworks.common.log_lines import (
-    MOST_STEP_S,
+    MAX_STEP_S,
     LineContent,
     LineSplitter,
     ReadLine,
@@ -33,8 +33,8 @@ HEAD_BYTES = 2**22  # a file that is not named like a log must contain a step ti
 MOST_BYTES = 2**32  # read from a log, after decompression
 _CHUNK = 2**20
 _GZIP = b"\x1f\x8b"
-_MOST_TIMES = 100_000  # the newest times kept per source, since a log may be endless
-_MOST_LABELS = 100_000
+_MAX_TIMES = 100_000  # the newest times kept per source, since a log may be endless
+_MAX_LABELS = 100_000
 _NEAR = 64  # times of the recent past that a slower rank may still correct
 _BAR_FORGETS = 10  # steps after which the first one has 3 % of the weight in tqdm's moving average (newest: .3)
 
@@ -102,7 +102,7 @@ class _Time:
 class _Series:
     """Times of one source."""
 
-    times: deque[_Time] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
+    times: deque[_Time] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
     first: int | None = None  # first step since the last start
     previous: int | None = None  # last step whose end was logged
     moment: float | None = None  # value logged for that step
@@ -122,7 +122,7 @@ class _Dialect:
     read: ReadLine
     series: dict[Source, _Series] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)  # step by label
-    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MOST_TIMES))
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
     timers: dict[str, deque[float]] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class LogReader:
             if (peak := getattr(content, name)) is not None:
                 setattr(dialect, name, max(peak, getattr(dialect, name) or 0.0))
         for name, seconds in content.timers:
-            dialect.timers.setdefault(name, deque(maxlen=_MOST_TIMES)).append(seconds)
+            dialect.timers.setdefault(name, deque(maxlen=_MAX_TIMES)).append(seconds)
         if content.pause:
             for item in self._dialects:  # the Trainer and DeepSpeed write to the same log
                 for series in item.series.values():
@@ -263,7 +263,7 @@ class LogReader:
                 for series in dialect.series.values():
                     series.first = series.previous = series.moment = None
                     series.paused_until = -1
-            if len(dialect.last) < _MOST_LABELS or label in dialect.last:
+            if len(dialect.last) < _MAX_LABELS or label in dialect.last:
                 dialect.last[label] = content.step
         for source, value in times.items():
             self._add(dialect.series.setdefault(source, _Series()), source, content.step, value, is_other=is_other)
@@ -311,7 +311,7 @@ class LogReader:
             step_s = self._batch.num_sequences / value
         else:
             step_s = 0.0 if source in ("tokens", "samples") else value
-        return step_s if 0 < step_s <= MOST_STEP_S else None
+        return step_s if 0 < step_s <= MAX_STEP_S else None
 
 
 def is_log(path: Path) -> bool:

@@ -33,7 +33,7 @@ JOB = "job.json"  # in the folder of a trial: the job and its progress
 ANSWER_S = 60.0  # time limit of a scheduler command
 CANCEL_S = 60.0  # how long cancellation is retried on a scheduler that does not answer
 HISTORY_S = 60.0  # maximum delay of the accounting behind its scheduler
-_MOST_PAUSE_S = 120.0
+_MAX_PAUSE_S = 120.0
 _TRAINER = "autoplan"  # the target for the built-in trainer
 
 
@@ -311,7 +311,7 @@ class SchedulerJobs:
         for name in names:
             status = self._status.get(name, JobStatus(state="waiting"))
             self._status[name] = replace(status, reason=f"{name} does not answer: {error}")
-        self._pause_s = min(2 * self._pause_s, max(_MOST_PAUSE_S, self._template.poll_every_s))
+        self._pause_s = min(2 * self._pause_s, max(_MAX_PAUSE_S, self._template.poll_every_s))
         self._next_s = time.monotonic() + self._pause_s
 
     def _run(self, command: Sequence[str], output: IO[bytes] | int = subprocess.PIPE) -> str:

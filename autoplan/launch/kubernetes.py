@@ -19,7 +19,7 @@ from autoplan.launch.start import Start, dns_name, header
 Table = dict[str, Any]
 
 _FOLDER = "/etc/autoplan"
-_MOST_BYTES = 2**20  # limit of a ConfigMap
+_MAX_BYTES = 2**20  # limit of a ConfigMap
 _RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}  # resource names of the vendors' device plugins
 _RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -156,8 +156,8 @@ def _manifest(start: Start, version: str, kind: str, spec: Table, notes: Sequenc
     file_name = f"{start.launcher}.yaml"
     files = node_files(start, f"by {file_name}")
     size = sum(len(file.text.encode()) for file in files)
-    if size > _MOST_BYTES:
-        raise InputError(f"the files of the job hold {size:,} bytes, a ConfigMap at most {_MOST_BYTES:,}: use a shell")
+    if size > _MAX_BYTES:
+        raise InputError(f"the files of the job hold {size:,} bytes, a ConfigMap at most {_MAX_BYTES:,}: use a shell")
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -14,7 +14,7 @@ from autoplan.topology.cluster import DeviceSpec
 
 # For runs priced with the facts of a similar framework: 90 % of the 60 runs (six sources) that use more than 40 % of a
 # device's memory are within .29, and 90 % of the 46 runs above 60 % within .18: .18 and .11.
-KIN_MEMORY_SPREAD = 0.15
+SIMILAR_MEMORY_SPREAD = 0.15
 
 
 @lru_cache(maxsize=1)
@@ -26,20 +26,20 @@ def shipped_calibrations() -> dict[str, Calibration]:
     }
 
 
-def built_in_calibration(framework: Framework, device: DeviceSpec, *, is_kin: bool = False) -> Calibration:
+def built_in_calibration(framework: Framework, device: DeviceSpec, *, is_similar: bool = False) -> Calibration:
     """Return the shipped calibration for `framework` on the generation of a device.
 
-    If the device's own rates are not measured, the calibration counts as fitted to no run.  `is_kin`: the runs use
+    If the device's own rates are not measured, the calibration counts as fitted to no run.  `is_similar`: the runs use
     another framework without facts, which is similar to `framework`.
     """
     calibration = calibration_among(
-        shipped_calibrations(), framework.calibration_name, device.generation, is_kin=is_kin
+        shipped_calibrations(), framework.calibration_name, device.generation, is_similar=is_similar
     )
     return replace(calibration, sources=()) if device.rate_spread else calibration
 
 
 def calibration_among(
-    calibrations: Mapping[str, Calibration], framework: str, generation: str, *, is_kin: bool = False
+    calibrations: Mapping[str, Calibration], framework: str, generation: str, *, is_similar: bool = False
 ) -> Calibration:
     """Return the calibration of a framework on a generation, chosen from `calibrations`.
 
@@ -47,20 +47,24 @@ def calibration_among(
     or of any framework.
     """
     exact = calibrations.get(f"{framework}-{generation}")
-    if exact and exact.blocks and not is_kin:
+    if exact and exact.blocks and not is_similar:
         return exact
     names = {name: name.rpartition("-") for name, calibration in calibrations.items() if calibration.blocks}
     elsewhere = [calibrations[name] for name, (of_framework, _, _) in names.items() if of_framework == framework]
     under_any = {parts[2] for parts in names.values()}
-    is_new = generation not in under_any if is_kin or not elsewhere else True
-    similar = (elsewhere if elsewhere and not is_kin else [calibrations[name] for name in names]) or [Calibration()]
-    base = Calibration(name="another framework", memory_spread=KIN_MEMORY_SPREAD) if is_kin else exact or Calibration()
+    is_new = generation not in under_any if is_similar or not elsewhere else True
+    similar = (elsewhere if elsewhere and not is_similar else [calibrations[name] for name in names]) or [Calibration()]
+    base = (
+        Calibration(name="another framework", memory_spread=SIMILAR_MEMORY_SPREAD)
+        if is_similar
+        else exact or Calibration()
+    )
     return Calibration(
         name=base.name,
         blocks=tuple(sorted({block for calibration in similar for block in calibration.blocks})),
         precisions=tuple(sorted({precision for calibration in similar for precision in calibration.precisions})),
         most_devices=max(calibration.most_devices for calibration in similar),
-        unseen=("framework",) * is_kin + ("generation",) * is_new,
+        unseen=("framework",) * is_similar + ("generation",) * is_new,
         memory_spread=base.memory_spread,
         sources=base.sources,
     )

@@ -15,7 +15,7 @@ from autoplan.base.files import is_file, read_text
 from autoplan.base.values import parse_count
 from autoplan.spec.lengths import Lengths
 
-MOST_BINS = 256  # distinct lengths; more are merged, weighted by samples
+MAX_BINS = 256  # distinct lengths; more are merged, weighted by samples
 # Bytes per token of text samples: 4.3 to 4.7 for English with a vocabulary of 128k, fewer for code and other languages.
 BYTES_PER_TOKEN = 4
 ROUNDING = 1e-9  # relative to a bin
@@ -146,14 +146,14 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _binned(counts: Counter[int], source: str) -> Lengths:
-    """Return at most `MOST_BINS` lengths: more are merged to the means of bins of equal width in their logarithm."""
+    """Return at most `MAX_BINS` lengths: more are merged to the means of bins of equal width in their logarithm."""
     counts = Counter({max(tokens, 1): samples for tokens, samples in counts.items() if samples})
     if not counts:
         raise InputError(f"--lengths {source}: holds no samples: write a line for each, or their histogram")
-    if len(counts) <= MOST_BINS:
+    if len(counts) <= MAX_BINS:
         return Lengths(histogram=tuple(counts.items()), source=source)
     shortest = math.log(min(counts))
-    width = (math.log(max(counts)) - shortest) / (MOST_BINS - 1)
+    width = (math.log(max(counts)) - shortest) / (MAX_BINS - 1)
     bins: dict[int, list[int]] = {}
     for tokens, samples in counts.items():
         # The longest samples, which determine the memory of a step, have a bin of their own.

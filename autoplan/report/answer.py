@@ -15,7 +15,7 @@ from autoplan.cost.kernels.sequences import tokens_per_sample, useful
 from autoplan.cost.spreads import NORMAL_90
 from autoplan.report.terminal import (
     END_OF_STEP,
-    LEAST_GAP,
+    MIN_GAP,
     WAITS,
     labelled,
     number_ranges,
@@ -38,14 +38,14 @@ from autoplan.spec.training import TrainingSpec
 SHOWN_PLANS = 10
 SHOWN_ALLOWANCES = 2
 SHOWN_REASONS = 3
-LEAST_REASON = 0.02  # relative to the largest
-LEAST_OFF = 0.001  # less would show as 0.0 %
+MIN_REASON = 0.02  # relative to the largest
+MIN_OFF = 0.001  # less would show as 0.0 %
 SHOWN_FLIPS = 3
 SHOWN_SWITCHES = 8
-LEAST_SHOWN_SHARE = 0.0005  # less would show as 0.0 %
+MIN_SHOWN_SHARE = 0.0005  # less would show as 0.0 %
 SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is only shown if the plan offloads
-LEAST_SHARED = 4  # number of options shared by two plans from which they are not repeated
-MOST_SPELLED = 130  # characters of a plan description in full: two lines of 80 columns
+MIN_SHARED = 4  # number of options shared by two plans from which they are not repeated
+MAX_SPELLED = 130  # characters of a plan description in full: two lines of 80 columns
 PROVENANCE_WORDS: dict[Provenance, str] = {
     "measured": "measurements",
     "interpolated": "interpolated measurements",
@@ -120,7 +120,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for the plan, its time and memory, and their confidence."""
     best = file.best
     spelled = best.plan.spell_out()
-    yield "plan", spelled if len(spelled) <= MOST_SPELLED else best.plan.describe()
+    yield "plan", spelled if len(spelled) <= MAX_SPELLED else best.plan.describe()
     yield from training_lines(file.model, file.training)
     yield from lengths_lines(file)
     interval = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
@@ -136,7 +136,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     if best.plan.offload != "none" or best.host_memory_bytes > SHOWN_HOST_SHARE * host:
         yield "", f"{best.host_memory_bytes / GIB:,.1f} of {format_bytes(host)} on the host of a node"
     if file.rests_on:
-        yield "based on", rests_on(file.rests_on)
+        yield "based on", sources_text(file.rests_on)
     if file.listed_step_s is not None:
         yield "nodes", placement_line(file.hosts, file.listed_step_s, best.step_s)
     if file.certificate:
@@ -169,7 +169,7 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
 def allowance_text(allowance: Allowance) -> str:
     """Describe the gain of an option that changes the numerics of training."""
     freed = allowance.freed_bytes
-    gain = [slower(allowance.ratio - 1.0)] if abs(allowance.ratio - 1.0) >= LEAST_OFF else []
+    gain = [slower(allowance.ratio - 1.0)] if abs(allowance.ratio - 1.0) >= MIN_OFF else []
     memory = f"{format_bytes(abs(freed))} {'less' if freed > 0 else 'more'}"
     return f"{allowance.choice}: {', '.join([*gain, memory])}"
 
@@ -184,15 +184,15 @@ def _memory(file: PlanFile) -> str:
 
 def risk_text(probability: float) -> str:
     """Return the probability of running out of memory as text."""
-    return format_percent(probability) if probability >= LEAST_OFF else f"under {format_percent(LEAST_OFF)}"
+    return format_percent(probability) if probability >= MIN_OFF else f"under {format_percent(MIN_OFF)}"
 
 
-def rests_on(shares: Mapping[Provenance, float]) -> str:
+def sources_text(shares: Mapping[Provenance, float]) -> str:
     """Describe the shares of time sources in a step."""
     return ", ".join(
         f"{format_percent(share)} {PROVENANCE_WORDS[name]}"
         for name, share in shares.items()
-        if share >= LEAST_SHOWN_SHARE
+        if share >= MIN_SHOWN_SHARE
     )
 
 
@@ -222,7 +222,7 @@ def proof_line(certificate: Certificate) -> str:
 
 
 def _at_least_shown(share: float) -> str:
-    return format_percent(max(share, LEAST_OFF))
+    return format_percent(max(share, MIN_OFF))
 
 
 def searched_line(certificate: Certificate) -> str:
@@ -242,7 +242,7 @@ def searched_line(certificate: Certificate) -> str:
 
 def slower(behind: float) -> str:
     """Return the share by which a step is slower or, for a negative `behind`, faster."""
-    if abs(behind) < LEAST_GAP:
+    if abs(behind) < MIN_GAP:
         return "as fast"
     return f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
 
@@ -274,7 +274,7 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
     words, words_of_best = plan.describe().split(", "), best.describe().split(", ")
     degrees, options = words[:2], words[2:]
     differing = [option for option in options if option not in words_of_best]
-    if len(words) != len(words_of_best) or len(options) - len(differing) < LEAST_SHARED:
+    if len(words) != len(words_of_best) or len(options) - len(differing) < MIN_SHARED:
         return plan.describe()
     return ", ".join([*degrees, *differing, "otherwise as the best"])
 
@@ -357,7 +357,7 @@ def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: floa
 def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False) -> str:
     """Explain why the winner beats the next best plan: the terms in which their times per sequence differ most."""
     behind = second.s_per_sequence / best.s_per_sequence - 1.0
-    if abs(behind) < LEAST_GAP:
+    if abs(behind) < MIN_GAP:
         reason = "the plan with the fewest changes" if keeps_today else "the simpler plan"
         return f"the next best is as fast; {reason} wins"
     simpler = ", but less simple" if behind < 0 else ""
@@ -368,7 +368,7 @@ def reasons(plan: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> str
     """Describe the terms in which two plans' times per sequence differ most, from the view of the first."""
     gained = _gained(plan, second)
     largest = sorted(gained, key=lambda name: -abs(gained[name]))[:SHOWN_REASONS]
-    least = LEAST_REASON * max(abs(gained[largest[0]]), abs(sum(gained.values())))
+    least = MIN_REASON * max(abs(gained[largest[0]]), abs(sum(gained.values())))
     return ", ".join(
         f"{format_seconds(abs(gained[name]))} {'less' if gained[name] > 0 else 'more'} {term_name(name)}"
         for name in largest
@@ -418,7 +418,7 @@ def _lost(best: RankedPlan, rival: ObviousPlan) -> str:
     parts = [
         f"{format_seconds(lost[name])} more {term_name(name)}"
         for name in largest
-        if lost[name] > LEAST_REASON * abs(sum(lost.values()))
+        if lost[name] > MIN_REASON * abs(sum(lost.values()))
     ]
     risk = "" if rival.plan.verdict == "fits" else "may run out of memory, "
     gap = f"{format_percent(abs(rival.ratio - 1.0))} {'slower' if rival.ratio > 1 else 'faster'}"

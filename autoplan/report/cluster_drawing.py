@@ -36,9 +36,9 @@ from autoplan.topology.graph import ClusterGraph, PlaceGroup, links_up
 if TYPE_CHECKING:  # the cost model is not needed for a cluster alone
     from autoplan.cost.collectives.traffic import StepTraffic
 
-MOST_DRAWN = 16  # devices of the expanded node; in a larger one each class of components is drawn once
+MAX_DRAWN = 16  # devices of the expanded node; in a larger one each class of components is drawn once
 WIDTH, MARGIN = 1080, 24
-MOST_OTHERS = 3  # kinds of places next to the expanded one
+MAX_OTHERS = 3  # kinds of places next to the expanded one
 GUTTER = 270  # on the left, for the names of rows and links
 INSET = 14  # of a place in the enclosing one
 ROW, GAP = 26, 46  # heights of a row of components and of the links between two
@@ -209,8 +209,8 @@ def _besides(group: PlaceGroup) -> str:
     for place in group.inside[1:]:
         counts[place_name(replace(place, count=1))] += place.count
     kinds = [f"{count:,} x {name}" for name, count in counts.items()]
-    more = f" and {len(kinds) - MOST_OTHERS} more kinds" if len(kinds) > MOST_OTHERS else ""
-    return f"besides: {', '.join(kinds[:MOST_OTHERS])}{more}" if kinds else ""
+    more = f" and {len(kinds) - MAX_OTHERS} more kinds" if len(kinds) > MAX_OTHERS else ""
+    return f"besides: {', '.join(kinds[:MAX_OTHERS])}{more}" if kinds else ""
 
 
 def _draw_switches(
@@ -253,7 +253,7 @@ def _draw_node(
 ) -> float:
     """Draw a node in rows, from the network down to the fabrics, with links; return its lower edge."""
     graph: Graph = cluster_graph.graph.subgraph(node.vertices)
-    if cluster.devices_per_node <= MOST_DRAWN:
+    if cluster.devices_per_node <= MAX_DRAWN:
         graph, total = node_graph(cluster), 1
     boxes: dict[Any, _Box] = {}
     inner = (span[0] + INSET, span[1] - INSET)

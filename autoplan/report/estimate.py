@@ -10,10 +10,10 @@ from rich.markup import escape
 from autoplan.base.units import GIB, format_bytes, format_percent, format_seconds
 from autoplan.report.answer import detail_lines, print_answer, print_lines
 from autoplan.report.terminal import (
-    LEAST_SHOWN_S,
+    MAX_MEMORY_COLUMNS,
     MEMORY_NAMES,
     MEMORY_SUMS,
-    MOST_MEMORY_COLUMNS,
+    MIN_SHOWN_S,
     number_ranges,
     print_table,
     print_terms,
@@ -24,7 +24,7 @@ from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import HostRanks
 
 SHOWN_HOSTS = 64
-MOST_STAGES = 16  # rows in the table of stages; the first and last ones are kept
+MAX_STAGES = 16  # rows in the table of stages; the first and last ones are kept
 
 
 def print_estimate(console: Console, file: PlanFile) -> None:
@@ -64,9 +64,9 @@ def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
 
 def _shown(stages: tuple[StageCost, ...]) -> tuple[StageCost | None, ...]:
     """Return the stages with a row; None represents the omitted ones in the middle."""
-    if len(stages) <= MOST_STAGES:
+    if len(stages) <= MAX_STAGES:
         return stages
-    half = MOST_STAGES // 2
+    half = MAX_STAGES // 2
     return (*stages[:half], None, *stages[-half:])
 
 
@@ -88,7 +88,7 @@ def _print_stage_times(console: Console, stages: tuple[StageCost, ...]) -> None:
 
 
 def _print_stage_terms(console: Console, stages: tuple[StageCost, ...]) -> None:
-    names = [name for name in stages[0].terms_s if any(stage.terms_s[name] >= LEAST_SHOWN_S for stage in stages)]
+    names = [name for name in stages[0].terms_s if any(stage.terms_s[name] >= MIN_SHOWN_S for stage in stages)]
     rows = [
         (str(stage.stage), *(f"{stage.terms_s[name] * 1e3:,.1f}" for name in names)) if stage else ("...",)
         for stage in _shown(stages)
@@ -125,8 +125,8 @@ def print_waterfall(console: Console, stages: Sequence[PlacedStage]) -> None:
         kinds.setdefault((place.kind, place.part, *stage.cost.memory_terms_bytes.values()), []).append(stage)
     groups = [*kinds.values()]
     worst = max(groups, key=lambda group: group[0].fill)
-    if len(groups) > MOST_MEMORY_COLUMNS:
-        shown = {0, len(groups) - 1, groups.index(worst), *range(MOST_MEMORY_COLUMNS - 2)}
+    if len(groups) > MAX_MEMORY_COLUMNS:
+        shown = {0, len(groups) - 1, groups.index(worst), *range(MAX_MEMORY_COLUMNS - 2)}
         groups = [group for at, group in enumerate(groups) if at in shown]
     firsts = [group[0] for group in groups]
     terms = [stage.cost.memory_terms_bytes for stage in firsts]

@@ -13,8 +13,8 @@ from autoplan.report.answer import closeness, print_answer, reasons
 from autoplan.report.mixed_search import describe, print_mixed_answer, waiting
 from autoplan.report.terminal import (
     END_OF_STEP,
-    LEAST_SHOWN_S,
-    MOST_MEMORY_COLUMNS,
+    MAX_MEMORY_COLUMNS,
+    MIN_SHOWN_S,
     labelled,
     number_ranges,
     print_next_steps,
@@ -91,14 +91,14 @@ def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequenc
     for stage in stages:
         cost, place = stage.cost, stage.place
         kinds.setdefault((place.kind, place.part, *cost.terms_s.values(), cost.memory_bytes), []).append(stage)
-    groups = [*kinds.values()][:MOST_MEMORY_COLUMNS]
+    groups = [*kinds.values()][:MAX_MEMORY_COLUMNS]
     firsts = [group[0] for group in groups]
     after = (*END_OF_STEP, *OTHER_RANKS)
     pipeline_s = sum(value for name, value in best.terms_s.items() if name not in after)
     rows = []
     for name, value in best.terms_s.items():
         of_stages = [stage.place.num_microbatches * stage.cost.terms_s.get(name, 0.0) for stage in firsts]
-        if max(value, *of_stages) < LEAST_SHOWN_S:
+        if max(value, *of_stages) < MIN_SHOWN_S:
             continue
         cells = [_seconds(seconds) for seconds in of_stages]
         rows.append((term_name(name), format_seconds(value), format_percent(value / best.step_s), *cells))
@@ -240,7 +240,7 @@ def _print_versus(console: Console, best: RankedPlan, versus: Versus, names: Nam
     rows: list[tuple[str, ...]] = []
     for name, value in best.terms_s.items():
         theirs = scale * versus.plan.terms_s.get(name, 0.0)
-        if max(value, theirs) >= LEAST_SHOWN_S:
+        if max(value, theirs) >= MIN_SHOWN_S:
             rows.append((term_name(name), _seconds(value), _seconds(theirs), _signed(theirs - value)))
     theirs = scale * versus.plan.step_s
     total = (format_seconds(best.step_s), format_seconds(theirs), _signed(theirs - best.step_s))
@@ -272,8 +272,8 @@ def _print_alone(console: Console, best: RankedPlan, changes: Sequence[AxisChang
 
 
 def _seconds(value: float) -> str:
-    return format_seconds(value) if value >= LEAST_SHOWN_S else ""
+    return format_seconds(value) if value >= MIN_SHOWN_S else ""
 
 
 def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}" if abs(seconds) >= LEAST_SHOWN_S else ""
+    return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}" if abs(seconds) >= MIN_SHOWN_S else ""

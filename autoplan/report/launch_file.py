@@ -9,8 +9,8 @@ from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.report.answer import LEAST_OFF, closeness, optimizer_text, slower, training_lines
-from autoplan.report.terminal import LEAST_GAP, labelled, print_part, print_table
+from autoplan.report.answer import MIN_OFF, closeness, optimizer_text, slower, training_lines
+from autoplan.report.terminal import MIN_GAP, labelled, print_part, print_table
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -112,8 +112,8 @@ def gap_line(today: CurrentPlan) -> str:
         return f"it does not fit; the best plan that does is {format_percent(1.0 / gap.ratio - 1.0)} slower" + _unless(
             today
         )
-    if abs(behind) < LEAST_GAP:
-        return f"none: no plan is {format_percent(LEAST_OFF)} faster" + _unless(today)
+    if abs(behind) < MIN_GAP:
+        return f"none: no plan is {format_percent(MIN_OFF)} faster" + _unless(today)
     text = f"{slower(behind)} than the best plan, "
     text += closeness(gap.high / gap.ratio, is_close=gap.low <= 1.0 <= gap.high)
     if today.num_faster:

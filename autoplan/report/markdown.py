@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.answer import answer_lines, detail_lines, headline
-from autoplan.report.terminal import LEAST_SHOWN_S, term_name
+from autoplan.report.terminal import MIN_SHOWN_S, term_name
 from autoplan.spec.plan_file import PlanFile
 
 
@@ -16,7 +16,7 @@ def markdown(file: PlanFile, steps: Iterable[str] = ()) -> str:
     terms = [
         (term_name(name), format_seconds(value), format_percent(value / best.step_s))
         for name, value in sorted(best.terms_s.items(), key=lambda term: -term[1])
-        if value >= LEAST_SHOWN_S
+        if value >= MIN_SHOWN_S
     ]
     return "\n".join(
         [

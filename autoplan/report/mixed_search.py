@@ -10,7 +10,7 @@ from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.answer import optimizer_text, training_lines
-from autoplan.report.terminal import LEAST_SHOWN_S, labelled, print_part, print_table, print_terms, repetitions
+from autoplan.report.terminal import MIN_SHOWN_S, labelled, print_part, print_table, print_terms, repetitions
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
@@ -117,7 +117,7 @@ def waiting(cost: MixedCost, stages: Sequence[PlacedStage]) -> Iterator[tuple[st
     yield "fullest", f"{fullest.place.words}: {usage}, {format_percent(fullest.cost.oom_probability)} risk"
     last_s, last = max((kind.pipeline_s, letter) for kind, letter in zip(cost.kinds, cost.plan.letters, strict=True))
     early = zip((last_s - kind.pipeline_s for kind in cost.kinds), cost.plan.letters, strict=True)
-    if waits := [f"{letter} {format_seconds(wait_s)}" for wait_s, letter in early if wait_s >= LEAST_SHOWN_S]:
+    if waits := [f"{letter} {format_seconds(wait_s)}" for wait_s, letter in early if wait_s >= MIN_SHOWN_S]:
         yield "replicas", f"{last} finishes last; the others wait for it: {', '.join(waits)}"
 
 

@@ -31,7 +31,7 @@ COLUMNS = (
     "oomF1",
 )
 COUNTS = ("runs", "finished", "groups")
-LEAST_PLANS = 4  # plans of a decision needed for a rank correlation or a regret
+MIN_PLANS = 4  # plans of a decision needed for a rank correlation or a regret
 
 Row = dict[str, float | None]
 
@@ -117,10 +117,10 @@ def _decisions(outcomes: Sequence[RunOutcome], predictions: Mapping[str, Predict
         chosen_s = [choice.measured_s for choice in choices if choice.measured_s is not None]
         pairs = [(choice.predicted_s, choice.measured_s) for choice in choices if choice.predicted_s is not None]
         priced = [(predicted, measured) for predicted, measured in pairs if measured is not None]
-        if len(priced) >= LEAST_PLANS and len({measured for _, measured in priced}) > 1:
+        if len(priced) >= MIN_PLANS and len({measured for _, measured in priced}) > 1:
             taus += [tau] if (tau := kendall_tau(priced)) is not None else []
         decided = [choice for choice in choices if choice.status in ("ok", "oom", "invalid")]
-        if len(chosen_s) >= 2 and len(decided) >= LEAST_PLANS:
+        if len(chosen_s) >= 2 and len(decided) >= MIN_PLANS:
             pick = _pick(decided)
             regrets.append(1.0 - min(chosen_s) / pick.measured_s if pick and pick.measured_s else 1.0)
             pick = _pick([choice for choice in choices if choice.status != "?"])

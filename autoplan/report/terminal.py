@@ -20,12 +20,12 @@ from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.terms import OTHER_RANKS, TERMS, UPDATE_TERMS
 
-LEAST_GAP = 5e-4  # relative difference of two steps below which they are level; less would show as 0.0 %
-LEAST_TEXT = 16  # minimum width of text cells; columns of numbers are omitted first
-LEAST_SHOWN_S = 5e-8  # less would show as 0.0 us
+MIN_GAP = 5e-4  # relative difference of two steps below which they are level; less would show as 0.0 %
+MIN_TEXT = 16  # minimum width of text cells; columns of numbers are omitted first
+MIN_SHOWN_S = 5e-8  # less would show as 0.0 us
 END_OF_STEP = (*UPDATE_TERMS, "overhead")
 WAITS = ("pipeline_bubble", "pipeline_send", *OTHER_RANKS)
-MOST_MEMORY_COLUMNS = 8
+MAX_MEMORY_COLUMNS = 8
 MEMORY_NAMES = {
     "weights": "weights",
     "gradients": "gradients",
@@ -103,7 +103,7 @@ def print_table(
     for cell, (header, is_number) in zip(cells, columns, strict=True):
         longest_word = max(map(len, header.split()), default=0)
         least = min(longest_word, least_header) if folds and least_header is not None else len(header)
-        widths.append(max(cell, least) if is_number else min(max(cell, len(header)), LEAST_TEXT))
+        widths.append(max(cell, least) if is_number else min(max(cell, len(header)), MIN_TEXT))
     shown = len(columns)
     while shown > keep and _room(widths[:shown]) > console.width:
         shown -= 1
@@ -172,7 +172,7 @@ def print_terms(console: Console, best: RankedPlan | MixedCost, *, has_sum: bool
     rows = [
         (term_name(name), format_seconds(value), format_percent(value / best.step_s))
         for name, value in best.terms_s.items()
-        if value >= LEAST_SHOWN_S
+        if value >= MIN_SHOWN_S
     ]
     if has_sum:
         rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0)))

@@ -11,7 +11,7 @@ from rich.markup import escape
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.cost.spreads import NORMAL_90
 from autoplan.report.answer import print_answer
-from autoplan.report.terminal import LEAST_SHOWN_S, print_next_steps, print_part, print_table, term_name
+from autoplan.report.terminal import MIN_SHOWN_S, print_next_steps, print_part, print_table, term_name
 from autoplan.spec.needed_times import NeededTime, RecordFacts, StepSources
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.terms import OTHER_RANKS, TERMS
@@ -26,7 +26,7 @@ RECORD_COLUMNS: tuple[tuple[str, bool], ...] = (
     ("spread", True),
     *(("torch", False), ("collectives", False), ("driver", False)),
 )
-MOST_NEIGHBOURS = 3  # records named for an interpolated time
+MAX_NEIGHBOURS = 3  # records named for an interpolated time
 LEAST_SHARE = 5e-4  # of a term; less would show as 0.0 %
 
 
@@ -69,7 +69,7 @@ def need_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
     for name in (*(term.name for term in TERMS), ""):
         needs = [need for need in by_term.get(name, ()) if _is_shown(need, name)]
         seconds = sources.terms_s.get(name, 0.0)
-        if not needs and seconds < LEAST_SHOWN_S:
+        if not needs and seconds < MIN_SHOWN_S:
             continue
         title = f"{term_name(name)}, {format_seconds(seconds)}" if name else "with others only"
         if name in sources.spreads:
@@ -113,7 +113,7 @@ def _need_rows(title: str, need: NeededTime, share: float | None) -> Iterator[tu
 
 
 def _shown_sources(need: NeededTime) -> list[TimeSource]:
-    return [source for source in need.sources if abs(source.share) >= LEAST_SHARE][:MOST_NEIGHBOURS]
+    return [source for source in need.sources if abs(source.share) >= LEAST_SHARE][:MAX_NEIGHBOURS]
 
 
 def record_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:

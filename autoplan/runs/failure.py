@@ -8,7 +8,7 @@ from collections import deque
 from autoplan.base.units import cleaned
 from autoplan.frameworks.common.log_lines import split_label
 
-_MOST_LINES = 200  # lines: the traceback of a rank, and its launcher's messages after it
+_MAX_LINES = 200  # lines: the traceback of a rank, and its launcher's messages after it
 # Out-of-memory errors of torch's allocators (CUDA, HIP, CPU), CUDA, cuBLAS, Python, and of Slurm for host memory.
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED|can't allocate memory|not enough memory|"
@@ -27,7 +27,7 @@ class LogEnd:
     """End of a log, and the cause of failure found in it."""
 
     def __init__(self) -> None:
-        self._lines: deque[str] = deque(maxlen=_MOST_LINES)
+        self._lines: deque[str] = deque(maxlen=_MAX_LINES)
         self._out_of_memory = ""
 
     def read(self, line: str) -> None:

@@ -20,7 +20,7 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import is_folder
 from autoplan.base.units import cleaned
 from autoplan.frameworks.common.launch import Launch
-from autoplan.frameworks.launch_files import MOST_BYTES as MOST_LAUNCH_BYTES
+from autoplan.frameworks.launch_files import MOST_BYTES as MAX_LAUNCH_BYTES
 from autoplan.frameworks.launch_files import looks_like_launch
 from autoplan.frameworks.logs import HEAD_BYTES, LOG_NAME, MOST_BYTES, Batch, LoggedRun, LogReader, chunks, tells_times
 from autoplan.frameworks.registry import FRAMEWORKS
@@ -133,7 +133,7 @@ def _sort_in(path: Path, files: _SortedFiles, inodes: set[tuple[int, int]]) -> N
             return
         if not tells_times(head):
             text = head.decode("utf-8", errors="replace")
-            if status.st_size <= MOST_LAUNCH_BYTES and looks_like_launch(path, text):
+            if status.st_size <= MAX_LAUNCH_BYTES and looks_like_launch(path, text):
                 files.launches[path.parent].append(path)
             return
     if path.name in _RANK_STREAMS and path.parent.name.isdigit():

@@ -38,7 +38,7 @@ class Recipe:
     # the interval covers both.
     doubted: Mapping[str, int | float] = field(default_factory=dict)
     doubted_from_nodes: int = 1
-    is_kin: bool = False  # they were made with another framework, which works like this one and was not measured
+    is_similar: bool = False  # they were made with another framework, which works like this one and was not measured
     attention: Attention = "flash"
     precision: Precision | None = None  # precision of its scripts, whatever a table says
     sharding: Sharding = Sharding.ZERO1
@@ -108,15 +108,15 @@ def recipe_called(name: str, year: str, device: str = "") -> Recipe | None:
     for at, text in enumerate(words):
         best = max(recipes(), key=lambda recipe: recipe.fit(text, year, device))
         if best.fit(text, year, device):
-            return replace(best, is_kin=True) if at else best
+            return replace(best, is_similar=True) if at else best
     return None
 
 
 def nearest_recipe(sharding: str, year: str) -> Recipe:
     """Return the recipe of runs with an unknown framework, by their sharding or else by their year."""
     if sharding.startswith(Sharding.ZERO3):
-        return Recipe(names=(), framework="pytorch-fsdp", in_pipelines="torchtitan", is_kin=True)
+        return Recipe(names=(), framework="pytorch-fsdp", in_pipelines="torchtitan", is_similar=True)
     is_old = year.isdecimal() and int(year) < FIRST_FLASH_YEAR
     return Recipe(
-        names=(), framework="megatron-lm-2021" if is_old else "eager", is_kin=True, keeps_gpt_dropout=not is_old
+        names=(), framework="megatron-lm-2021" if is_old else "eager", is_similar=True, keeps_gpt_dropout=not is_old
     )

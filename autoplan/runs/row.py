@@ -7,7 +7,7 @@ import math
 from autoplan.base.errors import UnpricedError
 from autoplan.runs.table import BLANKS
 
-MOST_DEGREE = 10**6
+MAX_DEGREE = 10**6
 
 
 class Row:
@@ -58,7 +58,7 @@ class Row:
 
     def degree(self, column: str, default: int | None = None) -> int:
         """Return a cell that is a parallel degree."""
-        return self.integer(column, default, at_least=1, at_most=MOST_DEGREE)
+        return self.integer(column, default, at_least=1, at_most=MAX_DEGREE)
 
     def flag(self, column: str, default: bool) -> bool:
         """Return a cell that is 0 or 1."""

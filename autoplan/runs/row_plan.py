@@ -8,7 +8,7 @@ from autoplan.base.errors import UnpricedError
 from autoplan.frameworks.megatron_lm.notation import GRAPH_SCOPES, graphs_of, layout_counts
 from autoplan.frameworks.registry import book_of
 from autoplan.runs.recipes import Recipe
-from autoplan.runs.row import MOST_DEGREE, Row
+from autoplan.runs.row import MAX_DEGREE, Row
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, Value
 from autoplan.spec.enums import (
     ContextParallelKind,
@@ -61,19 +61,19 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     if tp * cp * pp * dp != num_gpus:
         raise UnpricedError(f"tp {tp} x cp {cp} x pp {pp} x dp {dp} is not num_gpus {num_gpus}")
     ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
-    etp = row.integer("etp", 1, at_most=MOST_DEGREE) or 1  # 0: not used
+    etp = row.integer("etp", 1, at_most=MAX_DEGREE) or 1  # 0: not used
     sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel)
     sharding = row.text("sharding", recipe.sharding)
     offload = sharding.endswith("+offload")
     sharding = sharding.removesuffix("+offload")
     if sharding not in tuple(Sharding):
         raise UnpricedError(f"sharding {sharding[:40]!r} is not one of {', '.join(tuple(Sharding))}")
-    shard = 1 if sharding == "none" else row.integer("shard_group", dp, at_most=MOST_DEGREE) or dp
+    shard = 1 if sharding == "none" else row.integer("shard_group", dp, at_most=MAX_DEGREE) or dp
     if dp % shard:
         raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
     micro_batch = row.integer("micro_batch", _usual_micro_batch(row, recipe, pp, dp))
     global_batch = row.integer("global_batch", micro_batch * dp)
-    vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MOST_DEGREE) or 1
+    vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MAX_DEGREE) or 1
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
     recompute, num_repeated = _recompute(row, problem)

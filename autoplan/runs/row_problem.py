@@ -50,7 +50,7 @@ def recipe_of(row: Row) -> Recipe:
     sharding = row.text("sharding") if row.has("sharding") else ""
     recipe = recipe_called(row.text("framework", "?"), year, _sized_gpu(row)) or nearest_recipe(sharding, year)
     if recipe.in_pipelines and row.degree("pp", 1) > 1:
-        return replace(recipe, framework=recipe.in_pipelines, is_kin=True)
+        return replace(recipe, framework=recipe.in_pipelines, is_similar=True)
     is_eager = recipe.uncompiled and row.options().get("cuda_graph") == "none"
     return replace(recipe, framework=recipe.uncompiled) if is_eager else recipe
 
@@ -58,7 +58,7 @@ def recipe_of(row: Row) -> Recipe:
 def problem_of(row: Row, recipe: Recipe) -> Problem:
     """Return the problem of a row; UnpricedError if a cell cannot be read or has an unknown name."""
     framework = recipe.software()
-    if recipe.is_kin:
+    if recipe.is_similar:
         row.filled.append(f"framework treated as {recipe.framework}")
     attention = row.word("attention", get_args(Attention), recipe.attention)
     precision = row.word("precision", tuple(Precision), recipe.precision or "bf16")
@@ -83,7 +83,7 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
         training=training,
         cluster=cluster,
         framework=framework,
-        calibration=built_in_calibration(framework, cluster.device, is_kin=recipe.is_kin),
+        calibration=built_in_calibration(framework, cluster.device, is_similar=recipe.is_similar),
     )
 
 

@@ -110,6 +110,6 @@ def _refused_by_framework(problem: Problem, plan: ParallelPlan, recipe: Recipe) 
     similar frameworks, which have other rules; and for runs without mixed precision, which no plan supports.
     """
     framework = problem.framework
-    answers_to_none = recipe.is_kin or framework.rules == "megatron-lm" or problem.training.precision == "fp32"
+    answers_to_none = recipe.is_similar or framework.rules == "megatron-lm" or problem.training.precision == "fp32"
     rules = universal.RULES if answers_to_none else book_of(framework).rules
     return next(iter(broken(rules, problem.workload, plan)), "")

@@ -14,7 +14,7 @@ from autoplan.base.units import check_count
 Batching = Literal["packed", "joined", "padded", "full", "unpadded"]
 BATCHINGS: tuple[Batching, ...] = get_args(Batching)
 UNEVEN: tuple[Batching, ...] = ("padded", "unpadded")  # sequences of unlike lengths
-MOST_TOKENS = 10**8
+MAX_TOKENS = 10**8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Lengths:
             raise InputError("lengths.histogram has no samples: give the tokens of some")
         counts: dict[int, int] = {}
         for tokens, samples in sorted(self.histogram):
-            check_count("lengths.histogram: tokens", tokens, at_most=MOST_TOKENS)
+            check_count("lengths.histogram: tokens", tokens, at_most=MAX_TOKENS)
             check_count("lengths.histogram: samples", samples, at_most=10**15)
             counts[tokens] = counts.get(tokens, 0) + samples
         object.__setattr__(self, "histogram", tuple(counts.items()))

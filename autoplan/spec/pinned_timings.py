@@ -12,7 +12,7 @@ from autoplan.spec.operations import Operation
 from autoplan.spec.timing import TimingOrigin, TimingTable, matched_numbers
 
 # Times that a plan file holds at most, some 70 bytes each.  Of larger tables travel the lines that were looked up.
-MOST_PINNED = 20_000
+MAX_PINNED = 20_000
 
 
 class PinnedTime(NamedTuple):
@@ -54,7 +54,7 @@ class PinnedTimings:
             match=int(table.match),
             is_own=table.is_own,
             contention=dict(table.contention),
-            times=_pinned(table, looked_up_only=num_times > MOST_PINNED) if with_times else {},
+            times=_pinned(table, looked_up_only=num_times > MAX_PINNED) if with_times else {},
         )
 
     @property

@@ -33,7 +33,7 @@ from autoplan.trainer.tokens import sequences
 
 CHECKED_STEPS = 3
 TRACED_STEPS = 3
-LEAST_LOADED_S = 1.0  # core time, which the system counts in hundredths of a second
+MIN_LOADED_S = 1.0  # core time, which the system counts in hundredths of a second
 _LEAST = 1e-4
 _SGD_LR = 0.5  # large, so that a wrong gradient becomes visible (`closed-loop` 1)
 
@@ -162,7 +162,7 @@ def other_load(loads: Sequence[tuple[str, list[tuple[float, float]]]], wall_s: f
     for host, by_step in loads:
         ranks_s[host] += sum(rank_s for rank_s, _ in by_step)
         busy_s[host] = max(busy_s.get(host, 0.0), sum(busy for _, busy in by_step))
-    if not all(busy_s.values()) or wall_s * num_cores < LEAST_LOADED_S:
+    if not all(busy_s.values()) or wall_s * num_cores < MIN_LOADED_S:
         return None
     return max(0.0, *(busy - ranks_s[host] for host, busy in busy_s.items())) / (wall_s * num_cores)
 

@@ -24,7 +24,7 @@ from autoplan.trainer.question import Moment, Question
 
 BUDGET_S = 45.0  # no further stage is started after this time
 _LIMIT_S = 300.0  # limit of one small plan
-_LEAST_TORCH = (2, 13)  # the oracle replaces the shape exchange of its pipelines
+_MIN_TORCH = (2, 13)  # the oracle replaces the shape exchange of its pipelines
 _FEW, _MORE = 2, 4  # layers per chunk
 _FILLED = 3  # groups of micro-batches that bring a pipeline to its steady state
 
@@ -50,8 +50,8 @@ def check(model: ModelSpec, plan: ParallelPlan, seq_len: int) -> None:
     if importlib.util.find_spec("torch") is None:
         raise InputError("the memory oracle is torch itself, which is not installed: pip install 'autoplan[profile]'")
     installed = importlib.metadata.version("torch")
-    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _LEAST_TORCH:
-        least = ".".join(map(str, _LEAST_TORCH))
+    if tuple(map(int, re.findall(r"\d+", installed)[:2])) < _MIN_TORCH:
+        least = ".".join(map(str, _MIN_TORCH))
         raise InputError(
             f"the memory oracle needs torch {least} or later, here is {installed}: pip install --upgrade torch"
         )

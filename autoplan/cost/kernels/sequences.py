@@ -16,7 +16,7 @@ from autoplan.spec.lengths import Batching, Lengths
 from autoplan.spec.training import TrainingSpec
 
 # Number of packs to build; a smaller data set is repeated to represent a long run.
-LEAST_PACKS = 10**6
+MIN_PACKS = 10**6
 
 
 class Packs(NamedTuple):
@@ -63,7 +63,7 @@ def packs_of(lengths: Lengths, seq_len: int) -> Packs:
     decreasing (axolotl/utils/samplers/multipack.py, megatron/bridge/data/datasets/packing_utils.py) and
     LLaMA-Factory's knapsack fill sequences about as well.
     """
-    repeat = -(-LEAST_PACKS * seq_len // sum(min(length, seq_len) * samples for length, samples in lengths.histogram))
+    repeat = -(-MIN_PACKS * seq_len // sum(min(length, seq_len) * samples for length, samples in lengths.histogram))
     packs: dict[tuple[int, int, int], int] = {}  # (tokens, squares, samples) to the number of such packs
 
     def add(kind: tuple[int, int, int], tokens: int, number: int, count: int) -> None:

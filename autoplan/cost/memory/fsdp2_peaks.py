@@ -30,8 +30,8 @@ class PassSizes:
     head: Floats  # the head's matrix among them
     summed: Floats  # gradient of the whole embedding except the rank's own part, which tensor-parallel ranks reduce
     unit: Floats  # the largest layer
-    own: Floats  # parameters that the rank keeps on the device after sharding
-    own_ends: Floats  # of `ends`, those that the rank keeps
+    kept: Floats  # parameters that the rank keeps on the device after sharding
+    kept_ends: Floats  # of `ends`, those that the rank keeps
     accumulated: Floats  # bytes of gradients accumulated by earlier micro-batches, if any
     reduces_every: Bools  # micro-batch's gradients, with an earlier micro-batch in the step
     frees_weights: Bools  # zero3 without a pipeline: a layer's copies are freed after each of its passes
@@ -69,7 +69,7 @@ def pass_terms(sizes: PassSizes) -> Snapshots:
     # A layer's gradients, concatenated in fp32 for the reduction.
     reduced = np.where(in_place, 0.0, (element + WIDE_BYTES) * sizes.unit)
     head_gradient = element * sizes.head
-    layers = WIDE_BYTES * (sizes.own - sizes.own_ends)
+    layers = WIDE_BYTES * (sizes.kept - sizes.kept_ends)
     earlier = np.maximum(accumulated, layers)
     # The input of the last reduction stays alive until the next one (FSDPParamGroup.post_backward).
     read = WIDE_BYTES * sizes.ends * sizes.reduces_every
@@ -90,9 +90,9 @@ def pass_terms(sizes: PassSizes) -> Snapshots:
     )
     tables = np.where(in_place, WIDE_BYTES * (sizes.ends - sizes.head) * adds, (copy + WIDE_BYTES) * sizes.ends)
     root = _snapshot(
-        np.where(in_place, WIDE_BYTES * sizes.own, earlier), sizes.later_live, gathered=tables + element * sizes.summed
+        np.where(in_place, WIDE_BYTES * sizes.kept, earlier), sizes.later_live, gathered=tables + element * sizes.summed
     )
-    update = _snapshot(WIDE_BYTES * sizes.own)
+    update = _snapshot(WIDE_BYTES * sizes.kept)
     return {"forward": (forward, loss), "backward": (last, first, root), "update": (update,)}
 
 
@@ -138,7 +138,7 @@ def stage_terms(sizes: PipelineSizes) -> Snapshots:
     def buffered(*snapshots: dict[str, Floats]) -> tuple[dict[str, Floats], ...]:
         return tuple({**snapshot, "activations": snapshot["activations"] + sizes.buffers} for snapshot in snapshots)
 
-    update = _snapshot(WIDE_BYTES * passes.own)
+    update = _snapshot(WIDE_BYTES * passes.kept)
     return {"forward": buffered(*forward), "backward": buffered(*backward), "update": buffered(update)}
 
 

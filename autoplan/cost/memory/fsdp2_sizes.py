@@ -86,8 +86,8 @@ def pass_sizes(
         ends=parameters.ends,
         head=blocks.at_last(head * model.hidden_size * (finetuning is None or finetuning.trains(HEAD))),
         unit=blocks.at_all(unit),
-        own=spread_bytes(parameters, groups, 1.0, sharded) * stays,
-        own_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None] * stays,
+        kept=spread_bytes(parameters, groups, 1.0, sharded) * stays,
+        kept_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None] * stays,
         summed=summed,
         accumulated=(spread_bytes(parameters, groups, WIDE_BYTES, in_each) + WIDE_BYTES * summed * ~in_each[:, None])
         * (has_before[:, None] & stays),

@@ -204,7 +204,7 @@ def _of_blocks(model: ModelSpec, blocks: StageBlocks, per_block: dict[Block, Den
     return sums
 
 
-def own_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
+def updated_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
     """Parameters that a rank of every stage updates: shape (plans, stages)."""
     parameters = parameters.trained
     groups, is_sharded = process_groups(batch), batch.sharding >= Sharding.ZERO1.code

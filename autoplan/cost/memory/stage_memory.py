@@ -22,10 +22,10 @@ from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_
 from autoplan.cost.memory.parameters import (
     StageParameters,
     local_parameters,
-    own_parameters,
     spread_bytes,
     stage_parameters,
     unit_parameters,
+    updated_parameters,
 )
 from autoplan.cost.memory.recompute import whole_bytes
 from autoplan.cost.memory.state_types import (
@@ -457,7 +457,7 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     """
     groups = process_groups(batch)
     per_state = optimizer_bytes(problem, batch)[:, None] + grad_bytes(problem, batch)[:, None]
-    offloaded = own_parameters(batch, parameters) * per_state * optimizer_on_host(batch)[:, None]
+    offloaded = updated_parameters(batch, parameters) * per_state * optimizer_on_host(batch)[:, None]
     weights = held_weight_bytes(problem, batch, parameters, groups, batch.sharding == Sharding.ZERO3.code)
     offloaded = offloaded + weights * parameters_on_host(batch)[:, None]
     staged = _saved_bytes(problem, batch, parameters, groups)

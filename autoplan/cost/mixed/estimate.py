@@ -45,7 +45,7 @@ def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[M
         for name, value in step_terms(pipelines).items():
             terms[name][at] = value
         stages.update(zip(at, _stage_costs(problem, [members[member].kind for member in at], pipelines), strict=True))
-        kinds_z[at] = pipelines.most([_oom_z(layout) for layout in pipelines.layouts])
+        kinds_z[at] = pipelines.largest([_oom_z(layout) for layout in pipelines.layouts])
         for layout in pipelines.layouts:
             own = plan_of[np.array(at)[layout.pipeline]]
             familiarity.lessen(own, Familiarity.of(layout.problem, layout.laid.batch))
@@ -82,7 +82,9 @@ def _oom_z(layout: PartLayout) -> Floats:
     """Return `oom_z` of every row's stages on the part, for device or host memory."""
     own, laid = layout.problem, layout.laid
     parameters = laid.parameters if layout.on_part is None else laid.parameters.of(layout.on_part)
-    return oom_z(own, layout.own(laid.memory.reserved_bytes).max(axis=1), host_bytes(own, laid.batch, parameters))
+    return oom_z(
+        own, layout.only_on_part(laid.memory.reserved_bytes).max(axis=1), host_bytes(own, laid.batch, parameters)
+    )
 
 
 def _layer_s(layout: PartLayout) -> Floats:

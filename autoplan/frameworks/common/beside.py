@@ -8,7 +8,7 @@ from autoplan.base.files import is_file, read_text
 from autoplan.frameworks.common.options import show
 from autoplan.frameworks.common.shell_words import is_open
 
-MOST_ABOVE = 6  # folders above a script in which the file is looked for that it names
+MAX_ABOVE = 6  # folders above a script in which the file is looked for that it names
 MOST_BYTES = 2**20
 
 
@@ -17,7 +17,7 @@ def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
     path = Path(file)
     if folder is None or is_open(file) or path.is_absolute() or ".." in path.parts:
         return None
-    for place in (folder, *folder.absolute().parents[:MOST_ABOVE]):
+    for place in (folder, *folder.absolute().parents[:MAX_ABOVE]):
         if is_file(place / path):
             return read_text(place / path, most_bytes=MOST_BYTES), show(str(place / path))
     return None

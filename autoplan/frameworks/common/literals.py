@@ -16,12 +16,12 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.options import Unknown
 
-MOST_BITS = 256  # of a whole number
-MOST_CHARACTERS = 2**20
+MAX_BITS = 256  # of a whole number
+MAX_CHARACTERS = 2**20
 MOST_DEPTH = 50  # of functions that call one another
-MOST_STEPS = 10**5  # of all functions together: each may call another twice
-MOST_NUMBER = 10**15  # that is computed with
-MOST_ITEMS = 10**5  # of a list
+MAX_STEPS = 10**5  # of all functions together: each may call another twice
+MAX_NUMBER = 10**15  # that is computed with
+MAX_ITEMS = 10**5  # of a list
 
 _COMPUTES: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -76,8 +76,8 @@ class Module:
     """The functions of one file, and the objects whose attributes it has set so far (`changed`)."""
 
     def __init__(self, text: str, title: str) -> None:
-        if len(text) > MOST_CHARACTERS:
-            raise InputError(f"{title}: too large: {len(text):,} characters, at most {MOST_CHARACTERS:,} are read")
+        if len(text) > MAX_CHARACTERS:
+            raise InputError(f"{title}: too large: {len(text):,} characters, at most {MAX_CHARACTERS:,} are read")
         tree = _parsed(text, title)
         self.functions: dict[str, ast.FunctionDef] = {
             item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)
@@ -226,8 +226,8 @@ class Module:
     def value(self, node: ast.expr, names: Mapping[str, Any]) -> Any:
         """Return the value of an expression."""
         self.steps += 1
-        if self.steps > MOST_STEPS:
-            raise InputError(f"the file takes more than {MOST_STEPS:,} steps to follow")
+        if self.steps > MAX_STEPS:
+            raise InputError(f"the file takes more than {MAX_STEPS:,} steps to follow")
         match node:
             case ast.Constant(value=value):
                 return value
@@ -279,9 +279,9 @@ class Module:
         if type(node.op) not in _COMPUTES or any(isinstance(item, str | bool) for item in (left, right)):
             return unknown
         for a, b in ((left, right), (right, left)):
-            if isinstance(a, int | float) and not abs(a) < MOST_NUMBER:
+            if isinstance(a, int | float) and not abs(a) < MAX_NUMBER:
                 return unknown
-            if isinstance(a, list) and len(a) * (b if isinstance(b, int) else 1) > MOST_ITEMS:
+            if isinstance(a, list) and len(a) * (b if isinstance(b, int) else 1) > MAX_ITEMS:
                 return unknown
         try:
             return _COMPUTES[type(node.op)](left, right)
@@ -336,7 +336,7 @@ def _parsed(text: str, title: str) -> ast.Module:
             warnings.simplefilter("ignore")  # of the person's own program
             tree = ast.parse(text)
         for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MOST_BITS:
+            if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value.bit_length() > MAX_BITS:
                 raise InputError(f"{title}: a number of {node.value.bit_length()} bits (line {node.lineno})")
     except SyntaxError as error:
         raise InputError(f"{title}: not valid Python: {error.msg} (line {error.lineno})") from None

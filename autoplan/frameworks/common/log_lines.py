@@ -82,7 +82,7 @@ Source = Literal["stated", "tokens", "samples", "moments", "bar", "timers", "who
 
 Pause = Literal["evaluation", "checkpoint"]
 
-MOST_STEP_S = 1e6
+MAX_STEP_S = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from autoplan.frameworks.common.launch import Unread
 Word = TypeVar("Word")
 
 MOST = 10**12  # of any count in a launch file
-MOST_DIGITS = 40
+MAX_DIGITS = 40
 
 NOT_KNOWN, COSTS_NOTHING = "not known here", "does not affect the time or memory of a step"
 
@@ -83,7 +83,7 @@ def typed(value: Any) -> Any:
     """Return words that are numbers as numbers, unless they have more digits than any option takes."""
     if isinstance(value, list):
         return [typed(word) for word in value]
-    if not isinstance(value, str) or len(value) > MOST_DIGITS:
+    if not isinstance(value, str) or len(value) > MAX_DIGITS:
         return value
     if re.fullmatch(r"-?\d+", value, re.ASCII):
         return int(value)

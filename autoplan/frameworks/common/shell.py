@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.shell_tokens import ASSIGNMENT, MOST_DEPTH, NAME, Token, tokens_of
-from autoplan.frameworks.common.shell_words import MOST_CHARACTERS, Value, Variables, is_number, is_open
+from autoplan.frameworks.common.shell_words import MAX_CHARACTERS, Value, Variables, is_number, is_open
 
 _LIST = ("&&", "||")
 _DIRECTIVE = re.compile(r"^[ \t]*#SBATCH[ \t]+(.*?)[ \t]*(?: #.*)?$", re.MULTILINE)
@@ -218,8 +218,8 @@ class _State:
             if token.kind.endswith("text")
         )
         self.size += sum(map(len, words)) + len(text)
-        if self.size > MOST_CHARACTERS:
-            raise InputError(f"the commands of the script are longer than {MOST_CHARACTERS:,} characters")
+        if self.size > MAX_CHARACTERS:
+            raise InputError(f"the commands of the script are longer than {MAX_CHARACTERS:,} characters")
         if words and words[0] == "read" and text:
             self._read(words[1:], text)
         elif words and words[0] == "eval":

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.shell_tokens import MOST_DEPTH, NAME, end_of
 
-MOST_CHARACTERS = 2**20  # of a word, and of all commands together
+MAX_CHARACTERS = 2**20  # of a word, and of all commands together
 
 _PLAIN = re.compile(rf"\$({NAME}|[0-9@*#?$!-])", re.ASCII)
 _BRACED = re.compile(rf"(#?)({NAME}|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", re.ASCII | re.DOTALL)
@@ -212,8 +212,8 @@ class Variables:
 
 
 def _checked(text: str) -> str:
-    if len(text) > MOST_CHARACTERS:
-        raise InputError(f"a word of the script is longer than {MOST_CHARACTERS:,} characters")
+    if len(text) > MAX_CHARACTERS:
+        raise InputError(f"a word of the script is longer than {MAX_CHARACTERS:,} characters")
     return text
 
 
@@ -231,8 +231,8 @@ def _joined(parts: Iterator[tuple[str | list[str], bool]], *, split: bool) -> li
                 size += len(item)
             continue
         size += len(value)
-        if size > MOST_CHARACTERS:
-            raise InputError(f"a word of the script is longer than {MOST_CHARACTERS:,} characters")
+        if size > MAX_CHARACTERS:
+            raise InputError(f"a word of the script is longer than {MAX_CHARACTERS:,} characters")
         if quoted or not split:
             going = _add(words, value, going)
             continue

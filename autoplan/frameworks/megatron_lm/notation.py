@@ -11,7 +11,7 @@ from autoplan.frameworks.common.option_table import Value
 from autoplan.spec.enums import CudaGraphs
 from autoplan.spec.model import Block, ModelSpec
 
-MOST_LAYERS = 10**4
+MAX_LAYERS = 10**4
 
 
 def pipeline_layout(counts: tuple[int, ...], num_mtp_layers: int = 0) -> str:
@@ -34,14 +34,14 @@ def layout_counts(layout: Value) -> list[int]:
         return [sum(str(name).rpartition(".")[2] == "decoder" for name in chunk) for chunk in layout]
     text = re.sub(r"[\s,]", "", str(layout))
     repeats = re.compile(r"\(([^()]*)\)\*(\d{1,4})|([EtmL])\*(\d{1,4})")
-    for _ in range(MOST_LAYERS):
+    for _ in range(MAX_LAYERS):
         match = repeats.search(text)
         if match is None:
             break
         text = text[: match.start()] + (match[1] or match[3] or "") * int(match[2] or match[4]) + text[match.end() :]
-        if len(text) > 4 * MOST_LAYERS:
+        if len(text) > 4 * MAX_LAYERS:
             break
-    if not re.fullmatch(r"[EtmL|]+", text) or len(text) > 4 * MOST_LAYERS:
+    if not re.fullmatch(r"[EtmL|]+", text) or len(text) > 4 * MAX_LAYERS:
         raise InputError(f"pipeline layout {str(layout)[:60]!r} is not in the notation Et*3|t*4|t*2L")
     return [chunk.count("t") for chunk in text.split("|")]
 
@@ -79,7 +79,7 @@ def _places(text: str) -> list[int]:
 
     def value(node: ast.expr) -> list[int] | int:
         match node:
-            case ast.Constant(value=int() as number) if 0 <= number <= MOST_LAYERS:
+            case ast.Constant(value=int() as number) if 0 <= number <= MAX_LAYERS:
                 return number
             case ast.List(elts=items):
                 return [number for item in items for number in [value(item)] if isinstance(number, int)]
@@ -91,7 +91,7 @@ def _places(text: str) -> list[int]:
                 a, b = value(left), value(right)
                 if isinstance(a, int) and isinstance(b, list):
                     a, b = b, a
-                if isinstance(a, list) and isinstance(b, int) and len(a) * b <= MOST_LAYERS:
+                if isinstance(a, list) and isinstance(b, int) and len(a) * b <= MAX_LAYERS:
                     return a * b
         raise ValueError
 

@@ -22,7 +22,7 @@ ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
 # Options that identify a launch of another program with Megatron-LM's options, and programs that train no decoder.
 _DEGREES = re.compile(r"(?<![\w-])--(tensor-model-parallel-size|pipeline-model-parallel-size)\b")
 _LENGTHS = re.compile(r"(?<![\w-])--(train-iters|train-samples|global-batch-size)\b")
-MOST_NAMED = 6  # variables in a message
+MAX_NAMED = 6  # variables in a message
 _OTHER_NAMES = (".py", ".json", ".yaml", ".yml", ".toml", ".md")
 _NOT_DECODERS = re.compile(
     r"bert|t5|retro|ict|vision|vlm|vit|llava|multimodal|mimo|diffusion|whisper|encoder|generat|infer|server|convert"
@@ -77,7 +77,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 def _left_open(script: Script) -> str:
     """Describe conditions that could not be decided, by the variables that they depend on."""
     names = dict.fromkeys(name for condition in script.open for name in re.findall(r"\$\{?(\w+)", condition))
-    ways = ", ".join(f"--set {name}=VALUE" for name in list(names)[:MOST_NAMED])
+    ways = ", ".join(f"--set {name}=VALUE" for name in list(names)[:MAX_NAMED])
     return f"; conditions of the script depend on variables that it does not set: pass {ways}" if ways else ""
 
 

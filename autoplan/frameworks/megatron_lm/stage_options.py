@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.option_table import Fields, Option, Value
-from autoplan.frameworks.megatron_lm.notation import MOST_LAYERS, layout_counts, pipeline_layout
+from autoplan.frameworks.megatron_lm.notation import MAX_LAYERS, layout_counts, pipeline_layout
 from autoplan.frameworks.megatron_lm.table import (
     BRIDGE,
     Line,
@@ -50,8 +50,8 @@ def _read_stages(reading: Reading) -> Fields:
     if per_chunk:
         chunks = max(num_layers // pp // per_chunk, 1)
     vp = chunks or 1
-    if not 1 <= vp * pp <= 10 * MOST_LAYERS:
-        raise InputError(f"pp {pp} x {vp} chunks are more than {10 * MOST_LAYERS:,}")
+    if not 1 <= vp * pp <= 10 * MAX_LAYERS:
+        raise InputError(f"pp {pp} x {vp} chunks are more than {10 * MAX_LAYERS:,}")
     if first is None and last is None and arguments.is_partial and (num_layers + embeds + loses) % (pp * vp):
         arguments.remark(
             "pipeline_model_parallel_size", f"{num_layers} layers are spread as evenly as {pp * vp} chunks go"

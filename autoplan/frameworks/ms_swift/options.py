@@ -43,7 +43,7 @@ BATCHINGS: dict[Batching, dict[str, Value]] = {
 }
 # Defaults in swift/arguments that differ from the Trainer's.
 TRAINER_DEFAULTS: dict[str, Value] = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
-MOST_SEQUENCES = 16  # sequences per step that the default gradient accumulation aims for
+MAX_SEQUENCES = 16  # sequences per step that the default gradient accumulation aims for
 STAGES = re.compile(r"zero([0-3])(_offload)?")  # names of DeepSpeed configurations in its package
 
 OF_TUNER = (

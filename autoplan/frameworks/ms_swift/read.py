@@ -24,9 +24,9 @@ from autoplan.frameworks.megatron_lm import launch as megatron
 from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, started
 from autoplan.frameworks.ms_swift.options import (
     COSTLESS,
+    MAX_SEQUENCES,
     MEGATRON_DEFAULTS,
     MEGATRON_NAMES,
-    MOST_SEQUENCES,
     OF_TUNER,
     STAGES,
     TRAINER_DEFAULTS,
@@ -171,7 +171,7 @@ def _with_trainer(text: str, context: LaunchContext) -> Launch:
     devices = context.num_devices or devices
     micro = options.count("per_device_train_batch_size")
     if not options.has("gradient_accumulation_steps") and devices:
-        options.defaults["gradient_accumulation_steps"] = max(1, math.ceil(MOST_SEQUENCES / micro / devices))
+        options.defaults["gradient_accumulation_steps"] = max(1, math.ceil(MAX_SEQUENCES / micro / devices))
     if options.optional_count("sequence_parallel_size", 1, least=1) not in (None, 1):
         raise InputError("sequence_parallel_size > 1 of swift is not read: read its DeepSpeed file with --as deepspeed")
     if stage := STAGES.fullmatch(str(options.value("deepspeed"))):

@@ -9,7 +9,7 @@ import yaml
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
-from autoplan.frameworks.common.literals import MOST_BITS
+from autoplan.frameworks.common.literals import MAX_BITS
 from autoplan.frameworks.common.options import Argument, Options, typed
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.primus.options import LANGUAGE_MODEL, TRAINER
@@ -19,7 +19,7 @@ from autoplan.readers.model import find_preset
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec
 
-MOST_CHARACTERS = 2**20
+MAX_CHARACTERS = 2**20
 MOST_DEPTH = 20
 
 _VARIABLE = re.compile(r"\$\{([^:{}]+)(?::([^}]*))?\}")
@@ -44,8 +44,8 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of an experiment, which never contains the number of devices."""
-    if len(text) > MOST_CHARACTERS:
-        raise InputError(f"an experiment of Primus is at most {MOST_CHARACTERS:,} characters long")
+    if len(text) > MAX_CHARACTERS:
+        raise InputError(f"an experiment of Primus is at most {MAX_CHARACTERS:,} characters long")
     try:
         table = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -135,7 +135,7 @@ def _expanded(value: Any, variables: dict[str, str], depth: int = 0) -> Any:
 
 
 def _text(value: Any) -> str:
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+    if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise InputError(f"a number of {value.bit_length()} bits is no option's")
     return str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -12,7 +12,7 @@ from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 TRANSFORMER = "engine.override_transformer_config"
 DDP = "engine.override_ddp_config"
 OPTIMIZER = "optim.override_optimizer_config"
-DTYPE, DYNAMIC, MOST_TOKENS, LENGTH = (
+DTYPE, DYNAMIC, MAX_TOKENS, LENGTH = (
     *("engine.dtype", "data.use_dynamic_bsz"),
     *("data.max_token_len_per_gpu", "data.max_length"),
 )
@@ -65,7 +65,7 @@ OF_ACTOR = {
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": "data.micro_batch_size_per_gpu",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "data.train_batch_size",
     "actor_rollout_ref.actor.use_dynamic_bsz": DYNAMIC,
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": MOST_TOKENS,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": MAX_TOKENS,
 }
 
 

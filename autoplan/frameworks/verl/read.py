@@ -28,7 +28,7 @@ from autoplan.frameworks.verl.options import (
     DEFAULTS,
     DTYPE,
     DYNAMIC,
-    MOST_TOKENS,
+    MAX_TOKENS,
     OF_ACTOR,
     OPTIMIZER,
     TRANSFORMER,
@@ -160,11 +160,11 @@ def _batch(arguments: Options, context: LaunchContext) -> None:
         option = arguments.name("global_batch_size")
         arguments.arguments["global_batch_size"] = Argument(option, str(total), "global_batch_size", total)
     if arguments.flag(DYNAMIC, True):
-        tokens = arguments.count(MOST_TOKENS, DEFAULT_TOKENS) * arguments.count("context_parallel_size", 1)
+        tokens = arguments.count(MAX_TOKENS, DEFAULT_TOKENS) * arguments.count("context_parallel_size", 1)
         size = max(1, tokens // length)
         arguments.arguments["micro_batch_size"] = Argument(DYNAMIC, "True", "micro_batch_size", size)
         arguments.remark(DYNAMIC, f"micro-batches are as many tokens; priced as {size} sequences", default="True")
-    arguments.pass_over(MOST_TOKENS)
+    arguments.pass_over(MAX_TOKENS)
     if not context.has_lengths and context.seq_len is None:
         why = "samples are shorter than that: priced as all of this length; pass --lengths, or --seq-len their mean"
         arguments.remark("seq_length", why, matters=False, default=str(length))

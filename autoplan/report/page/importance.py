@@ -11,7 +11,7 @@ from autoplan.report.page.html import Markup, tag
 from autoplan.spec.search_result import Sensitivity
 
 SHOWN_FLIPS = 5
-LEAST_SHOWN = 0.005  # per cent of the step per one per cent of a figure
+MIN_SHOWN = 0.005  # per cent of the step per one per cent of a figure
 
 
 def importance(content: PlanContent) -> Markup:
@@ -47,9 +47,9 @@ def _slopes(sensitivity: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
     ordered = sorted(sensitivity.elasticities.items(), key=lambda item: -abs(item[1]))
     steepest = max((abs(value) for _, value in ordered), default=0.0) or 1.0
     for name, slope in ordered:
-        text = f"{'+' if slope > 0 else '−'}{abs(slope):.2f} %" if abs(slope) >= LEAST_SHOWN else "0"
+        text = f"{'+' if slope > 0 else '−'}{abs(slope):.2f} %" if abs(slope) >= MIN_SHOWN else "0"
         colour = "slower" if slope > 0 else "faster"
-        share = abs(slope) / steepest if abs(slope) >= LEAST_SHOWN else 0.0
+        share = abs(slope) / steepest if abs(slope) >= MIN_SHOWN else 0.0
         yield name, bar([Segment(name=name, colour=colour, share=share, text=text)]), text
 
 

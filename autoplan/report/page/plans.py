@@ -11,7 +11,7 @@ from autoplan.report.page.elements import bar, bars, folded, note, section, tabl
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.plot import Axis, Series, plot
 from autoplan.report.page.times import kind_key, kind_segments, or_none
-from autoplan.report.terminal import LEAST_SHOWN_S, term_name
+from autoplan.report.terminal import MIN_SHOWN_S, term_name
 from autoplan.spec.axes import AXES as ALL_AXES
 from autoplan.spec.axes import Kind
 from autoplan.spec.axes import shown as text_of
@@ -120,7 +120,7 @@ def _compared(shown: Sequence[RankedPlan], names: Sequence[str], first: Sequence
     )
     rows += [(name, *(value(plan) for plan in shown)) for name, value in figures]
     for term in shown[0].terms_s:
-        if any(plan.terms_s.get(term, 0.0) >= LEAST_SHOWN_S for plan in shown):
+        if any(plan.terms_s.get(term, 0.0) >= MIN_SHOWN_S for plan in shown):
             rows.append((term_name(term), *(or_none(plan.terms_s.get(term, 0.0)) for plan in shown)))
     return table("Plans in every axis and term", columns, rows)
 

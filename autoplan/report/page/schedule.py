@@ -16,7 +16,7 @@ from autoplan.report.page.html import Markup, data
 from autoplan.report.page.times import KINDS, or_none
 from autoplan.report.terminal import number_ranges, term_name
 
-MOST_MESSAGES = 100_000  # per page
+MAX_MESSAGES = 100_000  # per page
 SHOWN_RANGES = 3
 TRAFFIC = KINDS["traffic"][1]
 COLOURS = {
@@ -105,7 +105,7 @@ def _content(timeline: Timeline) -> dict[str, Any]:
     fullest = max(timeline.ranks, key=lambda rank: float(rank.memory_bytes.max()) / rank.place.capacity_bytes)
     return {
         "step_s": timeline.step_s,
-        "rows": [_row(rank, with_messages=num_messages <= MOST_MESSAGES) for rank in timeline.ranks],
+        "rows": [_row(rank, with_messages=num_messages <= MAX_MESSAGES) for rank in timeline.ranks],
         "memory": {
             "stage": fullest.place.words,
             "capacity": fullest.place.capacity_bytes,

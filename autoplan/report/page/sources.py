@@ -8,7 +8,7 @@ from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.page.content import MixedContent, PlanContent
 from autoplan.report.page.elements import Segment, bar, bars, folded, key, note, pairs, section, table
 from autoplan.report.page.html import Child, Markup, tag
-from autoplan.report.terminal import LEAST_SHOWN_S, term_name
+from autoplan.report.terminal import MIN_SHOWN_S, term_name
 from autoplan.report.timing_sources import NEED_COLUMNS, RECORD_COLUMNS, need_rows, record_rows, remarks
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
@@ -88,7 +88,7 @@ def _records(content: PlanContent) -> Iterator[Markup]:
 def _terms(content: PlanContent) -> Iterator[tuple[str, Markup, str]]:
     best = content.file.best
     for name, shares in content.rests_on.items():
-        if (seconds := best.terms_s.get(name, 0.0)) >= LEAST_SHOWN_S:
+        if (seconds := best.terms_s.get(name, 0.0)) >= MIN_SHOWN_S:
             yield (
                 term_name(name),
                 _stacked({kind: float(share[0]) for kind, share in shares.items()}),

@@ -9,7 +9,7 @@ from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.page.content import Content
 from autoplan.report.page.elements import Segment, bar, bars, folded, key, note, section, table
 from autoplan.report.page.html import Markup, tag
-from autoplan.report.terminal import LEAST_SHOWN_S, term_name
+from autoplan.report.terminal import MIN_SHOWN_S, term_name
 from autoplan.spec.estimate import PlacedStage, StageCost
 from autoplan.spec.terms import OTHER_RANKS, UPDATE_TERMS
 
@@ -72,7 +72,7 @@ def _waterfall(terms_s: Mapping[str, float]) -> Iterator[tuple[str, Markup, str,
     """Yield terms, each starting at the end of the previous one, and their sum."""
     total_s, before = sum(terms_s.values()), 0.0
     for name, seconds in terms_s.items():
-        if seconds >= LEAST_SHOWN_S:
+        if seconds >= MIN_SHOWN_S:
             text = format_seconds(seconds)
             piece = Segment(name=term_name(name), colour=COLOURS[name], share=seconds / total_s, text=text)
             yield term_name(name), bar([piece], start=before / total_s), text, format_percent(seconds / total_s)
@@ -92,7 +92,7 @@ def _stages(content: Content) -> Markup | None:
         drawn = bar(kind_segments({name: count * value for name, value in stages[0].cost.terms_s.items()}, step_s))
         rows.append((stage_name(stages), drawn, format_seconds(busy_s), format_percent(busy_s / step_s)))
     costs = [stages[0].cost for stages in kinds]
-    names = [name for name in costs[0].terms_s if any(cost.terms_s[name] >= LEAST_SHOWN_S for cost in costs)]
+    names = [name for name in costs[0].terms_s if any(cost.terms_s[name] >= MIN_SHOWN_S for cost in costs)]
     columns = [("stage", False), ("layers", True), ("forward", True), ("backward", True)]
     cells = [
         (
@@ -118,7 +118,7 @@ def _stages(content: Content) -> Markup | None:
 
 def or_none(seconds: float) -> str:
     """Return the time of a term as text, with a word for zero."""
-    return format_seconds(seconds) if seconds >= LEAST_SHOWN_S else "–"
+    return format_seconds(seconds) if seconds >= MIN_SHOWN_S else "–"
 
 
 def alike(stages: Iterable[PlacedStage], of: Callable[[StageCost], object]) -> list[list[PlacedStage]]:
