@@ -68,7 +68,7 @@ from autoplan.topology.graph import quotient
 
 DATA = Path(__file__).parent.parent / "tests" / "data"
 LONGEST_S = 20.0  # of the processor, that reading one file may take
-MOST_BYTES = 8 * 2**30  # of address space
+MAX_BYTES = 8 * 2**30  # of address space
 MAX_CHARACTERS = 2**16  # of one file
 LONGEST_MESSAGE = 1500  # characters
 
@@ -448,7 +448,7 @@ def _out_of_time(number: int, frame: FrameType | None) -> None:
 def fuzz(seconds: float, seed: int, only: str, folders: Sequence[Path], out: Path) -> int:
     """Fuzz what reads files; return the number of files that went wrong, which are kept in `out`."""
     signal.signal(signal.SIGPROF, _out_of_time)
-    resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     seeds, dice, guard = [*exports(), *examples(folders)], random.Random(seed), Guard()
     with tempfile.TemporaryDirectory() as folder:
         found = [*launch_subjects(seeds, dice), *file_subjects(Path(folder))]

@@ -27,7 +27,7 @@ from autoplan.frameworks.launch_files import looks_like_launch, read_launch
 SUFFIXES = (".sh", ".slurm", ".sbatch", ".yaml", ".yml", ".json", ".toml", ".py")
 LAUNCHES = re.compile(r"torchrun|accelerate launch|\bdeepspeed\s|--tensor-model-parallel-size|\bmegatron (sft|pt)\b")
 NOT_LAUNCHES = re.compile(r"/(tests?|unit_tests|docker|\.github|docs)/")
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 MAX_ANSWERS = 12  # that are given to one file
 LONGEST_S = 10
 ANSWERS: dict[str, tuple[str, Any]] = {
@@ -57,7 +57,7 @@ def candidates(checkout: Path) -> Iterator[Path]:
         if path.suffix not in SUFFIXES or not path.is_file() or NOT_LAUNCHES.search(name):
             continue
         text = path.read_text(errors="replace")
-        if len(text) > MOST_BYTES or (path.suffix == ".py" and not re.search("recipe|config", name)):
+        if len(text) > MAX_BYTES or (path.suffix == ".py" and not re.search("recipe|config", name)):
             continue
         is_script = path.suffix in (".sh", ".slurm", ".sbatch")
         if looks_like_launch(path, text) or (is_script and LAUNCHES.search(text)):

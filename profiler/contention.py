@@ -11,7 +11,7 @@ from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
 
 # GEMMs and collective should take about the same time, because only then the cost of overlap is visible.
-MOST_UNLIKE = 2.0
+MAX_UNLIKE = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ def contention_shares(beside: Iterable[BesideProducts], alone: Iterable[Measurem
     shares: dict[Operation, list[float]] = defaultdict(list)
     for measured in beside:
         call_s = alone_s.get((measured.operation, measured.shape, measured.dtype))
-        if call_s is None or max(call_s, measured.products_s) > MOST_UNLIKE * min(call_s, measured.products_s):
+        if call_s is None or max(call_s, measured.products_s) > MAX_UNLIKE * min(call_s, measured.products_s):
             continue
         share = (measured.seconds - max(call_s, measured.products_s)) / min(call_s, measured.products_s)
         shares[measured.operation].append(min(max(share, 0.0), 1.0))

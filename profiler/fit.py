@@ -24,7 +24,7 @@ from autoplan.topology.cluster import LinkLevel
 Curve = TypeVar("Curve")
 
 RESIDUAL_SCALE = 0.1  # larger residuals, from poorly chosen kernels, have less and less weight
-LEAST_POINTS = 30  # five per parameter
+MIN_POINTS = 30  # five per parameter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +78,8 @@ def fit_curve(
     """
     from scipy.optimize import least_squares  # takes half a second, only needed by commands that fit
 
-    if len(points.seconds) < LEAST_POINTS or not held_out.any() or held_out.all():
-        raise InputError(f"a curve needs at least {LEAST_POINTS} measured shapes, got {len(points.seconds)}")
+    if len(points.seconds) < MIN_POINTS or not held_out.any() or held_out.all():
+        raise InputError(f"a curve needs at least {MIN_POINTS} measured shapes, got {len(points.seconds)}")
     fit_points, test_points = points.where(~held_out), points.where(held_out)
     start, lower, upper = np.log(np.array(list(ranges.values()))).T
 

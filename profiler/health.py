@@ -30,7 +30,7 @@ VISITS = 3
 # plus a margin.  One deviation is 1.48 median deviations; the median of n times scatters by 1.25 / sqrt(n) of it.
 DEVIATIONS, PER_MEDIAN, OF_MEDIAN = 2.0, 1.48, 1.25
 MIN_PEERS = 4  # minimum number of peers to identify a slow one
-MOST_SLOW_PAIRS = 0.5  # share of all pairs: if more are slow, they have another kind of link
+MAX_SLOW_PAIRS = 0.5  # share of all pairs: if more are slow, they have another kind of link
 
 Part = Literal["device", "link", "nic", "pair"]  # link: between a device and its node; nic: to other nodes
 
@@ -119,7 +119,7 @@ class Health:
             for pair, times in over.items()
             if times > max(least_over, 1 + _swing(visits, of_most=True), 1 + scatter)
         ]
-        if len(pairs) <= MOST_SLOW_PAIRS * len(over):
+        if len(pairs) <= MAX_SLOW_PAIRS * len(over):
             slow_parts += [
                 SlowPart(part="pair", ranks=pair, rate_share=1 / over[pair])
                 for pair in sorted(pairs)

@@ -18,7 +18,7 @@ from datetime import datetime, timedelta
 from typing import Literal, get_args
 
 from autoplan.base.errors import InputError
-from autoplan.base.units import MOST_TEXT
+from autoplan.base.units import MAX_TEXT
 from autoplan.spec.operations import Operation, check_shape
 
 PROTOCOL = 1  # incremented when a change of the measurement method makes older samples incomparable
@@ -28,8 +28,8 @@ Mode = Literal["burst", "sustained", "imported"]
 Status = Literal["ok", "unstable", "contaminated", "failed"]
 SLOWED = "device slowed down"  # beginning of the reason if no other load was the cause
 
-MOST_SAMPLES = 10_000
-MOST_DTYPE = 40  # maximum characters; the store indexes types
+MAX_SAMPLES = 10_000
+MAX_DTYPE = 40  # maximum characters; the store indexes types
 SETTINGS = ("power_cap_w", "clock_mhz")  # configurable properties of a device in a fingerprint
 SAME_SETTING = 0.05  # settings of cards of the same model differ by up to this
 LONGEST_S = 1e6  # maximum of a valid sample
@@ -111,15 +111,15 @@ class Record:
                 raise InputError(f"{name} {getattr(self, name)!r} is unknown: known are {', '.join(kinds)}")
         if not (self.samples_s or self.status == "failed"):
             raise InputError(f"{self.operation} {self.shape} has no samples, and is not marked as failed")
-        if len(self.samples_s) > MOST_SAMPLES:
-            raise InputError(f"{self.operation} {self.shape} has {len(self.samples_s)} samples, at most {MOST_SAMPLES}")
+        if len(self.samples_s) > MAX_SAMPLES:
+            raise InputError(f"{self.operation} {self.shape} has {len(self.samples_s)} samples, at most {MAX_SAMPLES}")
         if not all(math.isfinite(sample) and 0 < sample < LONGEST_S for sample in self.samples_s):
             raise InputError(f"{self.operation} {self.shape} has a sample that is no time in seconds")
         texts = (self.dtype, self.kernel, self.reason, self.source, self.measured_by, self.host, self.measured_at)
         for text in (*texts, *self.conditions, *self.conditions.values()):
             check_text(f"{self.operation} {self.shape}", text)
-        if not 0 < len(self.dtype) <= MOST_DTYPE:
-            raise InputError(f"{self.operation} {self.shape} needs a dtype of at most {MOST_DTYPE} characters")
+        if not 0 < len(self.dtype) <= MAX_DTYPE:
+            raise InputError(f"{self.operation} {self.shape} needs a dtype of at most {MAX_DTYPE} characters")
         if self.measured_at and not is_moment(self.measured_at):
             raise InputError(f"{self.operation} {self.shape} was measured at {self.measured_at!r}: not ISO 8601 in UTC")
 
@@ -149,8 +149,8 @@ def check_text(where: str, text: str) -> None:
     """Raise an error for text that is too long or contains control characters."""
     if not isinstance(text, str):
         raise InputError(f"{where} holds bytes instead of text")
-    if len(text) > MOST_TEXT or any(unicodedata.category(letter)[0] == "C" for letter in text):
-        raise InputError(f"{where} holds text that is longer than {MOST_TEXT} characters or has control characters")
+    if len(text) > MAX_TEXT or any(unicodedata.category(letter)[0] == "C" for letter in text):
+        raise InputError(f"{where} holds text that is longer than {MAX_TEXT} characters or has control characters")
 
 
 def is_moment(text: str) -> bool:

@@ -17,7 +17,7 @@ import msgspec
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_positive
-from autoplan.profiler.record import MOST_SAMPLES, NOT_CONTENT, Fingerprint, check_text, is_moment
+from autoplan.profiler.record import MAX_SAMPLES, NOT_CONTENT, Fingerprint, check_text, is_moment
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -53,8 +53,8 @@ class RunRecord:
             raise InputError(f"a run's status {self.status!r} is unknown: known are {', '.join(get_args(RunStatus))}")
         if (is_timed := self.status in TIMED) != bool(self.step_s):
             raise InputError(f"a run that is {self.status} {'needs' if is_timed else 'has no'} step times")
-        if len(self.step_s) > MOST_SAMPLES:
-            raise InputError(f"a run has {len(self.step_s)} step times, at most {MOST_SAMPLES} are kept")
+        if len(self.step_s) > MAX_SAMPLES:
+            raise InputError(f"a run has {len(self.step_s)} step times, at most {MAX_SAMPLES} are kept")
         if not all(math.isfinite(time) and 0 < time < 1e6 for time in self.step_s):
             raise InputError("a run has a step time that is no time in seconds")
         for name in ("peak_bytes", "predicted_s"):

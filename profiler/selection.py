@@ -21,9 +21,9 @@ FLASH_KERNELS: dict[str, tuple[str, ...]] = {
 }
 EXPERTS_KERNEL = "moe_torch_flow_cutlass balanced"
 COLLECTIVES_KERNEL = "NCCL"
-LEAST_GEMM = (128, 256, 256)  # minimum m, n and k of GEMMs in training
+MIN_GEMM = (128, 256, 256)  # minimum m, n and k of GEMMs in training
 
-MOST_LOAD = 0.5  # maximum share of the machine used by other load
+MAX_LOAD = 0.5  # maximum share of the machine used by other load
 DISTURBED: tuple[Status, ...] = ("unstable", "contaminated")
 _LOAD = re.compile(r"(\d{1,9}(?:\.\d{1,9})?) %")  # format of the timer; imported records may contain any text
 
@@ -33,12 +33,12 @@ def may_stand_in(operation: Operation, status: Status, conditions: Mapping[str, 
 
     This holds for a median that has not settled; for a device in a slow phase, as these also occur in training; and for
     CPU time, which other load increases only partly, whereas a datasheet is off by factors.  Wall-clock times with
-    other load only count for units of the trainer, up to `MOST_LOAD`: such times were up to 50 % too long, but the sums
+    other load only count for units of the trainer, up to `MAX_LOAD`: such times were up to 50 % too long, but the sums
     of kernels used instead were five times too short.
     """
     if status == "contaminated" and conditions.get("clock") != "cpu time":
         load = _LOAD.fullmatch(conditions.get("other_load", ""))
-        max_load = MOST_LOAD if operation in TRAINER_UNITS else Rules().most_foreign
+        max_load = MAX_LOAD if operation in TRAINER_UNITS else Rules().most_foreign
         return load is not None and float(load[1]) <= 100 * max_load
     return status in DISTURBED
 
@@ -53,7 +53,7 @@ def for_training(measurements: Iterable[Measurement], device: DeviceSpec) -> lis
     fastest: dict[tuple[str, tuple[int, ...]], Measurement] = {}
     for measurement in measurements:
         if measurement.operation == "gemm":
-            if all(size >= least for size, least in zip(measurement.shape, LEAST_GEMM, strict=True)):
+            if all(size >= least for size, least in zip(measurement.shape, MIN_GEMM, strict=True)):
                 selected.append(measurement)
         elif measurement.operation == "attention":
             shape = measurement.dtype, measurement.shape

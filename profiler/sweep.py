@@ -21,9 +21,9 @@ from autoplan.profiler.tasks import RankedTask, TaskKey
 from autoplan.spec.operations import Operation
 from autoplan.topology.cluster import ClusterSpec
 
-MOST_RESTARTS = 3  # consecutive restarts
+MAX_RESTARTS = 3  # consecutive restarts
 WORTH_ANOTHER = ("contaminated", "unstable")  # caused by the state of the machine, not by the operation
-MOST_AGAIN, LEAST_AGAIN_S = 0.3, 30.0  # time for repetitions: a share of the time so far, but at least so many seconds
+MAX_AGAIN, MIN_AGAIN_S = 0.3, 30.0  # time for repetitions: a share of the time so far, but at least so many seconds
 SLOW_DEVICE, SLOW_LINK = 1.05, 1.15  # ratios to the median that are reported; 5 % is usual (`modelling` C1)
 
 
@@ -147,7 +147,7 @@ def run(
 
     Everything is measured `num_visits` times, once per round, so that minutes pass between two visits.  With
     `visits_spoilt`, measurements that were disturbed in the last round or did not settle are repeated at the end, for
-    at most `MOST_AGAIN` of the time so far, because some machines are never quiet.  If ranks are lost, the task is
+    at most `MAX_AGAIN` of the time so far, because some machines are never quiet.  If ranks are lost, the task is
     stored as failed and the ranks are started again if possible.
     """
     began = time.monotonic()
@@ -158,7 +158,7 @@ def run(
         ranked = queue.popleft()
         elapsed = time.monotonic() - began
         if visits[ranked.task] == num_visits and not has_seen_all:
-            budget_s, has_seen_all = min(budget_s, elapsed + max(MOST_AGAIN * elapsed, LEAST_AGAIN_S)), True
+            budget_s, has_seen_all = min(budget_s, elapsed + max(MAX_AGAIN * elapsed, MIN_AGAIN_S)), True
         if elapsed + pace.expected_s(ranked, elapsed) > budget_s:
             continue
         lost: CrewError | None = None
@@ -183,7 +183,7 @@ def run(
         advance(progress)
         if lost is not None:
             restarts += 1
-            if not crew.can_restart or restarts > MOST_RESTARTS:
+            if not crew.can_restart or restarts > MAX_RESTARTS:
                 raise CrewError(f"{ranked.task}: {lost}; stored as failed; run the same command again for the rest")
             crew.stop()
             crew.start()

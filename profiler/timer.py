@@ -28,14 +28,14 @@ from autoplan.profiler.operations.inputs import ChainedRun, Run, StagedRun
 from autoplan.profiler.protocol import Outcome, Rules
 from autoplan.profiler.record import SLOWED
 
-MOST_KEPT = 400  # maximum samples in a record
-MOST_CALLS = 100_000  # maximum calls in a sample
-MOST_WALL_OVER_CPU = 1.05  # above this ratio a kernel waited for its core (`closed-loop` 8)
+MAX_KEPT = 400  # maximum samples in a record
+MAX_CALLS = 100_000  # maximum calls in a sample
+MAX_WALL_OVER_CPU = 1.05  # above this ratio a kernel waited for its core (`closed-loop` 8)
 HOST_BOUND = 0.8  # queueing time over sample time above which the device may wait for the host
 HOST_LOOKS = 5  # measurements of the queueing time
 HOLD_MARGIN = 1.25  # over the queueing time, which varies
 # About 1,000 launches of 2 us: a held device queues 1,024 of them, then the host waits.
-MOST_QUEUED_S = 2e-3
+MAX_QUEUED_S = 2e-3
 _SPIN_CYCLES = 10_000_000
 
 
@@ -205,10 +205,10 @@ class _Bench:
         while True:
             rank_s = self._host_sample_s(num_calls) if self.on_cpu else self.elapsed_s(num_calls)
             elapsed_s = max(self.team.decide(rank_s), 1e-7)  # the same for all: collectives need equal calls everywhere
-            if elapsed_s >= self.rules.sample_s or num_calls >= MOST_CALLS:
+            if elapsed_s >= self.rules.sample_s or num_calls >= MAX_CALLS:
                 return num_calls, elapsed_s
             num_longer = math.ceil(1.1 * num_calls * self.rules.sample_s / elapsed_s)
-            num_calls = min(max(2 * num_calls, num_longer), MOST_CALLS)
+            num_calls = min(max(2 * num_calls, num_longer), MAX_CALLS)
 
     def repeat(self, num_calls: int) -> None:
         """Call the operation this many times, and wait for the device."""
@@ -301,7 +301,7 @@ def _outcome(
             conditions=conditions,
             by_rank_s=best.by_rank_s,
         )
-    samples_s, why = tuple(clean_s[-MOST_KEPT:]), ""
+    samples_s, why = tuple(clean_s[-MAX_KEPT:]), ""
     if num_samples < rules.least_samples:
         why = f"the budget left time for {num_samples} samples"
     elif not _is_settled(clean_s, rules):
@@ -322,7 +322,7 @@ def hold_for(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, flo
     """Return (calls per sample, seconds to hold the device); `num_calls` queue in `queued_s`, run in `sample_s`."""
     if queued_s <= HOST_BOUND * sample_s:
         return num_calls, 0.0
-    calls = max(int(num_calls * min(MOST_QUEUED_S / queued_s, 1.0)), 1)
+    calls = max(int(num_calls * min(MAX_QUEUED_S / queued_s, 1.0)), 1)
     return calls, HOLD_MARGIN * queued_s * calls / num_calls
 
 
@@ -406,7 +406,7 @@ def _conditions(best: _Round, num_calls: int, *, is_collective: bool, by_cpu_tim
         conditions["clock"] = "cpu time"
         conditions["pace"] = f"{max(report.window.pace for report in working):.2f}"
         waited = float(np.median([report.wall_over_cpu for report in working]))
-        if waited > MOST_WALL_OVER_CPU:
+        if waited > MAX_WALL_OVER_CPU:
             conditions["wall_over_cpu"] = f"{waited:.2f}"
     if len(working) > 1 and not is_collective:
         medians = [float(np.median(report.samples_s)) for report in working]

@@ -26,7 +26,7 @@ FITS, RISKY = VERDICTS.index("fits"), VERDICTS.index("risky")
 KEPT = 1000  # plans that a result ranks
 KEPT_WINNERS = 20_000  # best plans of cells, one per cell in a result
 SLACK = 2  # tie widths by which rounding may put a bound above an estimate
-MOST_BYTES = 1 << 24  # unpacked size of one block's text
+MAX_BYTES = 1 << 24  # unpacked size of one block's text
 
 
 class NearBest:
@@ -163,7 +163,7 @@ class Findings:
     def add_packed(self, text: str, placement: tuple[str, ...] | None) -> None:
         """Add findings from `packed` text, with the placement of the space; InputError if the text is damaged."""
         with refusing_damage():
-            table = msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MOST_BYTES))
+            table = msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MAX_BYTES))
             self.counts.update(table["counts"])
             self.incumbents.add_rows(table["incumbents"], placement)
             offer_rows(self.winners, table["winners"], placement)

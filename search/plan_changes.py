@@ -20,7 +20,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 
-MOST_AT_ONCE = 3  # changes per step, unless all remaining ones are needed
+MAX_AT_ONCE = 3  # changes per step, unless all remaining ones are needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +119,7 @@ def _next(
 ) -> tuple[tuple[str, ...], RankedPlan]:
     """Return the next changes and the resulting plan; `before_s` is the current time per sequence."""
     slower = None
-    for size in range(1, min(MOST_AT_ONCE, len(remaining)) + 1):
+    for size in range(1, min(MAX_AT_ONCE, len(remaining)) + 1):
         mixes = safe_mixes(way, [(*done, *more) for more in combinations(remaining, size)], last)
         if mixes:
             best = min(mixes, key=lambda changed: pace(mixes[changed]))

@@ -106,7 +106,7 @@ def test_a_dry_run_fits_the_width(folder: Path, columns: str) -> None:
 
 
 def test_what_was_measured_is_not_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoplan.profiler.sweep.LEAST_AGAIN_S", 0.0)  # what is spoilt here is not what is asked
+    monkeypatch.setattr("autoplan.profiler.sweep.MIN_AGAIN_S", 0.0)  # what is spoilt here is not what is asked
     url = f"sqlite:///{folder}/times.db"
     arguments = (*QUICK, "--db", url, "--only", "norm,rope,send_recv")
     first = profile(folder, *arguments)

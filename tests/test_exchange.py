@@ -14,9 +14,9 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.profiler.imports import read_source
-from autoplan.profiler.record import MOST_SAMPLES, Record
+from autoplan.profiler.record import MAX_SAMPLES, Record
 from autoplan.profiler.store import exchange, open_store
-from autoplan.profiler.store.exchange import MOST_LINE_BYTES, read_exchange, write_exchange
+from autoplan.profiler.store.exchange import MAX_LINE_BYTES, read_exchange, write_exchange
 from stores import GEMM, LAB, some_records
 
 HEADER = {"format": "autoplan-timings", "version": 1, "protocol": 1}
@@ -122,7 +122,7 @@ def test_a_hash_in_the_file_is_not_believed(tmp_path: Path) -> None:
         ({"shape": [1, 2]}, "needs m, n, k"),
         ({"shape": [2**70, 1, 1]}, "line 3"),
         ({"samples_s": [1e300]}, "no time in seconds"),
-        ({"samples_s": [1.0] * (MOST_SAMPLES + 1)}, "at most 10000"),
+        ({"samples_s": [1.0] * (MAX_SAMPLES + 1)}, "at most 10000"),
         ({"samples_s": ["1; DROP TABLE records"]}, "line 3"),
         ({"measured_at": "9"}, "not ISO 8601"),
         ({"measured_at": "2026-11-21T12:00:00+02:00"}, "not ISO 8601 in UTC"),
@@ -186,22 +186,22 @@ def test_what_does_not_say_that_it_is_an_export_is_refused(tmp_path: Path, heade
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "timings.jsonl.gz"
     head = json.dumps(HEADER).encode() + b"\n"
-    path.write_bytes(gzip.compress(head + b" " * (64 * MOST_LINE_BYTES)))
-    assert path.stat().st_size < MOST_LINE_BYTES
+    path.write_bytes(gzip.compress(head + b" " * (64 * MAX_LINE_BYTES)))
+    assert path.stat().st_size < MAX_LINE_BYTES
     assert "a line is longer" in refusal(path)
 
 
 def test_the_number_of_records_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "timings.jsonl.gz"
     write_exchange(path, some_records(0, 5))
-    monkeypatch.setattr(exchange, "MOST_RECORDS", 5)
+    monkeypatch.setattr(exchange, "MAX_RECORDS", 5)
     assert len(list(read_exchange(path))) == 5
-    monkeypatch.setattr(exchange, "MOST_RECORDS", 4)
+    monkeypatch.setattr(exchange, "MAX_RECORDS", 4)
     assert "more than 4 records" in refusal(path)
 
 
 def test_the_longest_record_fits_a_line(tmp_path: Path) -> None:
-    longest: Record = replace(GEMM, samples_s=tuple(1e-3 + at * 1.1e-16 for at in range(MOST_SAMPLES)))
+    longest: Record = replace(GEMM, samples_s=tuple(1e-3 + at * 1.1e-16 for at in range(MAX_SAMPLES)))
     path = tmp_path / "timings.jsonl.gz"
     write_exchange(path, [longest])
     assert list(read_exchange(path)) == [longest]

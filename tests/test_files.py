@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import (
-    MOST_BYTES,
+    MAX_BYTES,
     check_target,
     decode,
     read_table,
@@ -352,7 +352,7 @@ def test_a_file_that_is_not_text_is_refused_with_the_byte(tmp_path: Path) -> Non
 def test_a_huge_file_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "weights.toml"
     with path.open("wb") as stream:
-        stream.truncate(MOST_BYTES + 1)  # sparse: it takes no disk
+        stream.truncate(MAX_BYTES + 1)  # sparse: it takes no disk
     with pytest.raises(InputError, match="too large"):
         read_text(path)
 

@@ -191,11 +191,11 @@ def test_operators_may_be_nested_deeply(tmp_path: Path) -> None:
 
 
 def test_more_events_than_memory_has_room_for_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kineto, "MOST_OBJECTS", 5)
+    monkeypatch.setattr(kineto, "MAX_OBJECTS", 5)
     path = written(tmp_path / "trace.json.gz", STEP)
     with pytest.raises(InputError, match="more than 4,294,967,296 bytes or 5 objects: trace fewer steps"):
         read_trace(path)
-    monkeypatch.setattr(kineto, "MOST_BYTES", 5)
+    monkeypatch.setattr(kineto, "MAX_BYTES", 5)
     with pytest.raises(InputError, match="more than 5 bytes"):
         read_trace(path)
 

@@ -18,7 +18,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table
 from autoplan.frameworks.common.job import File
 from autoplan.frameworks.common.launch import LaunchContext
-from autoplan.frameworks.launch_files import MOST_BYTES, READERS, read_launch
+from autoplan.frameworks.launch_files import MAX_BYTES, READERS, read_launch
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import TARGETS, facts_of
 from autoplan.launch.targets import exported
@@ -135,7 +135,7 @@ BAD: dict[str, tuple[bytes, str | None, str]] = {
     "nothing": (b"", None, "is not a known launch file"),
     "another target": (b"pip install torch\n", "fortran", "no files of 'fortran' are read: known are "),
     "no text": (b"\xff\xfe\x00", None, "not UTF-8 text"),
-    "too large": (b"#" * (MOST_BYTES + 1), None, "too large"),
+    "too large": (b"#" * (MAX_BYTES + 1), None, "too large"),
     "no plan file": (b'{"schema_version": 9}', None, "missing versions"),
     "half a file": (b'{"schema_version": 2', None, "not valid JSON"),
     "deep": (b'{"schema_version": ' + b"[" * 10**5, None, "nested too deeply"),

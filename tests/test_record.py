@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.base.units import MOST_TEXT, cleaned
+from autoplan.base.units import MAX_TEXT, cleaned
 from autoplan.profiler.record import Fingerprint, Record
 
 LAB = Fingerprint(device="h100-sxm", memory_bytes=80 * 2**30, torch="2.13.0", runtime="cuda 13.0")
@@ -60,7 +60,7 @@ def test_a_record_read_back_has_the_same_key() -> None:
         ({"status": "fine"}, "status 'fine' is unknown"),
         ({"mode": "quick"}, "mode 'quick' is unknown"),
         ({"kernel": "a\x1b[2Jb"}, "control characters"),
-        ({"reason": "x" * (MOST_TEXT + 1)}, "longer than"),
+        ({"reason": "x" * (MAX_TEXT + 1)}, "longer than"),
     ],
 )
 def test_what_is_no_measurement_is_refused(change: dict[str, object], message: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import autoplan
 from autoplan import PlanResult
-from autoplan.api.serving import MOST_BYTES, PageServer
+from autoplan.api.serving import MAX_BYTES, PageServer
 from autoplan.api.what_if import changed, controls_of
 from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from commands import run
@@ -198,7 +198,7 @@ def test_bad_requests_get_one_line(server: PageServer, body: str, says: str) -> 
 def test_requests_of_other_kinds_are_refused(server: PageServer) -> None:
     path, body = f"/{server.word}/price", json.dumps({"values": values_of(server.start)})
     assert asked(server, "POST", path, body, Content_Type="text/plain")[0] == 422
-    assert asked(server, "POST", path, body, Content_Length=str(MOST_BYTES + 1))[0] == 422
+    assert asked(server, "POST", path, body, Content_Length=str(MAX_BYTES + 1))[0] == 422
     assert asked(server, "POST", path, body, Content_Length="-1")[0] == 422
 
 

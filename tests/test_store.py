@@ -493,8 +493,8 @@ def test_the_choice_is_that_of_sorting_them_all(empty: Path, held: list[Record])
 def test_many_timings_are_kept_until_a_record_or_a_mark_is_new(
     store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_timings, "MOST_READ", 2)
-    monkeypatch.setattr(kept_timings, "MOST_FILES", 2)
+    monkeypatch.setattr(kept_timings, "MAX_READ", 2)
+    monkeypatch.setattr(kept_timings, "MAX_FILES", 2)
     monkeypatch.setattr(kept_timings, "_folder", lambda: tmp_path / "cache")
     near = replace(GEMM, host="node2", samples_s=(GEMM.seconds * 1.5,))
     store.add([GEMM, near, *some_records(0, 5)])

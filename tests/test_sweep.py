@@ -163,7 +163,7 @@ def test_rounds_lie_between_the_visits_of_a_task(tmp_path: Path) -> None:
 
 
 def test_second_visits_end_where_the_machine_is_never_quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoplan.profiler.sweep.LEAST_AGAIN_S", 0.0)
+    monkeypatch.setattr("autoplan.profiler.sweep.MIN_AGAIN_S", 0.0)
     monkeypatch.setattr("autoplan.profiler.sweep.time.monotonic", count(step=10.0).__next__)
     planned = products(*range(16, 176, 16))
     crew = Told(*["contaminated"] * 20)
@@ -173,7 +173,7 @@ def test_second_visits_end_where_the_machine_is_never_quiet(tmp_path: Path, monk
 
 
 def test_ranks_that_are_lost_again_and_again_end_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "MOST_RESTARTS", 1)
+    monkeypatch.setattr(sweep, "MAX_RESTARTS", 1)
     store = open_store(str(tmp_path / "times.db"))
     planned = products(*[faulty_ranks.EXITS] * 9)
     with Crew(JOB, None, 2, faulty_ranks.prepare) as crew:

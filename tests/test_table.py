@@ -11,7 +11,7 @@ from autoplan.base.errors import InputError
 from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.predictions import read_predictions
 from autoplan.runs.runs import read_runs
-from autoplan.runs.table import MOST_BYTES
+from autoplan.runs.table import MAX_BYTES
 from commands import run
 
 RUNS = "id,framework,gpu,num_gpus,model,step_time_s,verdict\nmine-1,NeMo,h100-sxm,8,llama3-8b,1.5,fits\n"
@@ -57,7 +57,7 @@ def test_a_table_as_spreadsheets_write_it_is_read(tmp_path: Path, read: Callable
 def test_a_table_above_the_limit_is_refused_unread(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     with path.open("wb") as stream:
-        stream.truncate(MOST_BYTES + 1)  # sparse: it takes no disk
+        stream.truncate(MAX_BYTES + 1)  # sparse: it takes no disk
     with pytest.raises(InputError, match=r"runs\.csv: too large: .* at most 1,073,741,824 are read"):
         list(read_runs(path))
 

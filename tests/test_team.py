@@ -67,7 +67,7 @@ def test_many_records_are_compared_by_some_of_their_shapes(url: str, monkeypatch
     whole = team.overview(url)
     assert whole.compared_share == 1
     num_records = sum(operation.records for machine in whole.machines for operation in machine.operations)
-    monkeypatch.setattr(store_overview, "MOST_COMPARED", num_records // 2)
+    monkeypatch.setattr(store_overview, "MAX_COMPARED", num_records // 2)
     part = team.overview(url)
     assert part.compared_share == pytest.approx(0.5, abs=0.02)
     assert [replace(row, spread=None) for row in part.machines[0].operations] == [

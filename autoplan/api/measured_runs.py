@@ -21,7 +21,7 @@ from autoplan.cost.calibration import Fitted, MeasuredRun
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.launch_files import read_launch_on_part
 from autoplan.frameworks.presets import load_framework
-from autoplan.profiler.record import MOST_SAMPLES
+from autoplan.profiler.record import MAX_SAMPLES
 from autoplan.profiler.run_record import RunRecord
 from autoplan.readers.calibration import built_in_calibration, calibration_text
 from autoplan.readers.cluster import of_size
@@ -316,7 +316,7 @@ def _record_of(problem: Problem, past: PastRun) -> RunRecord:
         model=problem.model,
         training=problem.training,
         plan=past.launch.plan,
-        step_s=logged.step_s[-MOST_SAMPLES:] if logged else (),
+        step_s=logged.step_s[-MAX_SAMPLES:] if logged else (),
         peak_bytes=peak,
         status=status,  # type: ignore[arg-type]
         reason=past.reason,

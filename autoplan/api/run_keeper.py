@@ -17,7 +17,7 @@ from autoplan.base.processes import CrewError
 from autoplan.base.units import cleaned
 from autoplan.base.user import user_name
 from autoplan.jobs.program import ProgramError
-from autoplan.profiler.record import MOST_SAMPLES, Fingerprint
+from autoplan.profiler.record import MAX_SAMPLES, Fingerprint
 from autoplan.profiler.run_record import RunRecord
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
@@ -66,7 +66,7 @@ class RunKeeper:
             problem,
             run.task.plan,
             _on_cluster(problem) if log_of else _own_machine(problem),
-            step_s=run.measured.step_s[-MOST_SAMPLES:],
+            step_s=run.measured.step_s[-MAX_SAMPLES:],
             peak_bytes=max(run.measured.peak_bytes, default=None),
             predicted_s=run.predicted.step_s,
             status="contaminated" if disturbance else "ok",

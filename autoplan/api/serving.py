@@ -19,7 +19,7 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import decode
 
 LOOPBACK = "127.0.0.1"
-MOST_BYTES = 64 * 1024  # of a request
+MAX_BYTES = 64 * 1024  # of a request
 MAX_PINNED = 8
 LONGEST_WAIT_S = 30.0  # for what a browser has begun to send
 HEADERS = {
@@ -94,8 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get_content_type() != JSON:
             raise InputError(f"the request is {self.headers.get_content_type()}: send {JSON}")
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdigit() and len(length) < 10 and int(length) <= MOST_BYTES):
-            raise InputError(f"the request has no length, or is longer than {MOST_BYTES:,} bytes: send a shorter one")
+        if not (length.isascii() and length.isdigit() and len(length) < 10 and int(length) <= MAX_BYTES):
+            raise InputError(f"the request has no length, or is longer than {MAX_BYTES:,} bytes: send a shorter one")
         try:
             table: Any = json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError):

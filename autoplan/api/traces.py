@@ -14,7 +14,7 @@ from autoplan.api.results import Table
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode
 from autoplan.cost.timeline import timeline
-from autoplan.frameworks.logs import MOST_BYTES, Batch, LoggedRun, LogReader, chunks
+from autoplan.frameworks.logs import MAX_BYTES, Batch, LoggedRun, LogReader, chunks
 from autoplan.profiler.imports.kineto import ACTIVITIES, Activity, Piece, RankTrace, draw
 from autoplan.profiler.imports.traces import read_ranks, trace_files
 from autoplan.report.page.run_trace import TracedStep, trace_page
@@ -148,7 +148,7 @@ def read_log(paths: Sequence[str | Path], *, plan: str | Path | None = None, db:
         batch = Batch(num_sequences=best.global_batch, seq_len=seq_len, num_devices=best.num_devices)
     reader = LogReader(batch)
     for path in paths:
-        for data in chunks(Path(path), MOST_BYTES):
+        for data in chunks(Path(path), MAX_BYTES):
             reader.feed(data)
         reader.feed(b"\n")
     run = reader.finish()

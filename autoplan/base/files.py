@@ -25,11 +25,11 @@ from autoplan.base.units import file_keys, file_units, listed
 T = TypeVar("T")
 
 # Far above any hand-written configuration; a weight file given by mistake is not read into memory.
-MOST_BYTES = 8 * 2**20
+MAX_BYTES = 8 * 2**20
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-def read_text(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, *, most_bytes: int = MAX_BYTES) -> str:
     """Return the text of a file of at most `most_bytes`."""
     try:
         size = path.stat().st_size

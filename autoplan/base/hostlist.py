@@ -8,7 +8,7 @@ from itertools import product
 
 from autoplan.base.errors import InputError
 
-MOST_HOSTS = 100_000
+MAX_HOSTS = 100_000
 
 _TEXT = re.compile(r"[^\s\[\],]+")
 _RANGE = re.compile(r"(?P<first>\d{1,9})(?:-(?P<last>\d{1,9}))?")
@@ -23,8 +23,8 @@ def expand_hosts(text: str) -> list[str]:
         size = 1
         for axis in axes:
             size *= len(axis)
-        if len(names) + size > MOST_HOSTS:
-            raise InputError(f"column {column}: names more than {MOST_HOSTS:,} hosts")
+        if len(names) + size > MAX_HOSTS:
+            raise InputError(f"column {column}: names more than {MAX_HOSTS:,} hosts")
         names += ["".join(pieces) for pieces in product(*axes)]
     if not names:
         raise InputError("names no host")
@@ -67,8 +67,8 @@ def _axis(piece: str, column: int) -> list[str]:
         last = int(match["last"] or first) if match else -1
         if not match or last < first:
             raise InputError(f"column {column}: {_shown(word)} is no range such as 001-016")
-        if len(values) + last - first >= MOST_HOSTS:
-            raise InputError(f"column {column}: names more than {MOST_HOSTS:,} hosts")
+        if len(values) + last - first >= MAX_HOSTS:
+            raise InputError(f"column {column}: names more than {MAX_HOSTS:,} hosts")
         width = len(match["first"])
         values += [f"{number:0{width}d}" for number in range(first, last + 1)]
     return values

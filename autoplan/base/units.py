@@ -142,12 +142,12 @@ def format_two_figures(value: float) -> str:
     return f"{value:.2g}" if value < 9.95 else f"{value:,.0f}"
 
 
-MOST_TEXT = 1_000  # maximum characters of a name or a reason
+MAX_TEXT = 1_000  # maximum characters of a name or a reason
 
 
 def cleaned(text: str) -> str:
-    """Return external `text` without control characters, truncated to `MOST_TEXT`."""
-    return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MOST_TEXT]
+    """Return external `text` without control characters, truncated to `MAX_TEXT`."""
+    return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MAX_TEXT]
 
 
 def listed(words: Iterable[str], max_words: int = 8) -> str:

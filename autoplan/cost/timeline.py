@@ -41,7 +41,7 @@ from autoplan.spec.terms import BLOCK_TERMS, END_TERMS, PIPELINE_TERMS, STEP_TER
 
 PASSES = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 HIDING = ("data_parallel_reduce", "parameter_gather")  # end-of-step terms that may overlap with passes
-LEAST_S = 1e-12  # a shorter wait is rounding
+MIN_S = 1e-12  # a shorter wait is rounding
 
 
 class Event(NamedTuple):
@@ -305,7 +305,7 @@ def _placed(
     seconds = {key: sum(terms.values()) for key, terms in own_terms_s.items()}
     is_call = steps.rows >= len(ROWS) * len(pipeline.places) * pipeline.vp
     idle_s = exact_s - float(steps.duration_s[~is_call].sum())
-    scale = (pipeline.pipeline_s - exact_s) / idle_s + 1.0 if idle_s > LEAST_S * exact_s else 0.0
+    scale = (pipeline.pipeline_s - exact_s) / idle_s + 1.0 if idle_s > MIN_S * exact_s else 0.0
     passes: list[Event] = []
     calls: list[Event] = []
     done = now = 0.0  # work so far, and its end time
@@ -353,11 +353,11 @@ def _waits(passes: Sequence[Event], pipeline: Pipeline) -> Iterator[Event]:
     """Divide gaps between passes into bubble and message waits by their totals, with equal message time per rank."""
     pipeline_s = pipeline.pipeline_s
     idle = pipeline_s - sum(event.duration_s for event in passes)
-    share = min(pipeline.send_s / idle, 1.0) if idle > LEAST_S * pipeline_s else 0.0
+    share = min(pipeline.send_s / idle, 1.0) if idle > MIN_S * pipeline_s else 0.0
     ends = [0.0, *(event.start_s + event.duration_s for event in passes)]
     starts = [*(event.start_s for event in passes), pipeline_s]
     for end, start in zip(ends, starts, strict=True):
-        if (gap := start - end) > LEAST_S * pipeline_s:
+        if (gap := start - end) > MIN_S * pipeline_s:
             bubble = (1.0 - share) * gap
             if bubble > 0:
                 yield _of_term("pipeline_bubble", end, bubble)
@@ -371,7 +371,7 @@ def _of_term(name: str, start_s: float, duration_s: float) -> Event:
 
 def _end(terms: Mapping[str, float], own_s: float, last_s: float) -> Iterator[Event]:
     """Yield the events after the last backward pass on a rank, which waits for the slowest pipeline."""
-    if last_s - own_s > LEAST_S * last_s:
+    if last_s - own_s > MIN_S * last_s:
         yield _of_term("stragglers", own_s, last_s - own_s)
     now = last_s
     for name in END_TERMS:
@@ -384,7 +384,7 @@ def _beside(terms: Mapping[str, float], last_s: float, end_s: Mapping[str, float
     """Yield the parts of gradient reduction and parameter gather hidden by passes; `end_s` are the totals."""
     for name, seconds in end_s.items():
         hidden = min(seconds - terms[name], last_s)
-        if hidden > LEAST_S * last_s:
+        if hidden > MIN_S * last_s:
             start = last_s - hidden if name == "data_parallel_reduce" else 0.0
             words = f"{name} beside passes".replace("_", " ")
             yield Event(STREAM_OF[name], name, words, start, hidden, beside=True)

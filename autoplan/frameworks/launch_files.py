@@ -12,7 +12,7 @@ from autoplan.frameworks import plan_file, registry
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.topology.cluster import ClusterSpec
 
-MOST_BYTES = 2**20  # a launch file is written by hand
+MAX_BYTES = 2**20  # a launch file is written by hand
 _PAGES = (".md", ".rst", ".txt", ".ipynb")  # may quote launch files but are none
 
 READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambda reader: reader.target))
@@ -20,7 +20,7 @@ READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambd
 
 def read_launch(path: Path, context: LaunchContext, target: str | None = None) -> Launch:
     """Read the launch of the file as one of `target`, or of the only target that recognises the file."""
-    text = read_text(path, most_bytes=MOST_BYTES)
+    text = read_text(path, most_bytes=MAX_BYTES)
     reader = reader_of(target) if target is not None else _recognised(path, text)
     try:
         return reader.read(text, replace(context, folder=path.parent))
@@ -79,7 +79,7 @@ def _named_in(path: Path, text: str) -> Path | None:
     looked_at, scripts = {path}, [text]
     with suppress(OSError):  # an unreadable file is skipped
         files = [item for item in sorted(path.parent.iterdir()) if item.suffix not in _PAGES and is_file(item)]
-        beside = [item for item in files if item.stat().st_size <= MOST_BYTES]
+        beside = [item for item in files if item.stat().st_size <= MAX_BYTES]
         while scripts:
             script = scripts.pop(0)
             for named_file in [item for item in beside if item not in looked_at and item.name in script]:

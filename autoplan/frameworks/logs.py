@@ -30,7 +30,7 @@ WARMUP = 2  # first steps after a start, in which kernels are tuned and compiled
 
 LOG_NAME = re.compile(r"(.*?)\.(log|out|err|stdout|stderr)(\.gz)?", re.DOTALL)
 HEAD_BYTES = 2**22  # a file that is not named like a log must contain a step time in so many bytes
-MOST_BYTES = 2**32  # read from a log, after decompression
+MAX_BYTES = 2**32  # read from a log, after decompression
 _CHUNK = 2**20
 _GZIP = b"\x1f\x8b"
 _MAX_TIMES = 100_000  # the newest times kept per source, since a log may be endless

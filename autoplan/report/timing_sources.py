@@ -27,7 +27,7 @@ RECORD_COLUMNS: tuple[tuple[str, bool], ...] = (
     *(("torch", False), ("collectives", False), ("driver", False)),
 )
 MAX_NEIGHBOURS = 3  # records named for an interpolated time
-LEAST_SHARE = 5e-4  # of a term; less would show as 0.0 %
+MIN_SHARE = 5e-4  # of a term; less would show as 0.0 %
 
 
 def print_step_sources(console: Console, file: PlanFile, sources: StepSources, path: str) -> None:
@@ -75,14 +75,14 @@ def need_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
         if name in sources.spreads:
             title += f" {_within(sources.spreads[name])}"
         measured = sources.measured_shares.get(name, 0.0)
-        if not needs and measured > LEAST_SHARE:
+        if not needs and measured > MIN_SHARE:
             yield (title, "", "same as the terms above", format_percent(measured))
         elif not needs:
             yield (title, "", "not measured", format_percent(1.0))
         for need in sorted(needs, key=lambda need: -(need.terms.get(name) or 0.0)):
             yield from _need_rows(title, need, need.terms.get(name))
             title = ""
-        if needs and 1 - measured > LEAST_SHARE:
+        if needs and 1 - measured > MIN_SHARE:
             yield ("", "(all the rest)" if measured else "(all)", "not measured", format_percent(1 - measured))
 
 
@@ -97,7 +97,7 @@ def _term_of(need: NeededTime, sources: StepSources) -> str:
 
 def _is_shown(need: NeededTime, term: str) -> bool:
     share = need.terms.get(term)
-    return share is None or share >= LEAST_SHARE
+    return share is None or share >= MIN_SHARE
 
 
 def _need_rows(title: str, need: NeededTime, share: float | None) -> Iterator[tuple[str, ...]]:
@@ -113,7 +113,7 @@ def _need_rows(title: str, need: NeededTime, share: float | None) -> Iterator[tu
 
 
 def _shown_sources(need: NeededTime) -> list[TimeSource]:
-    return [source for source in need.sources if abs(source.share) >= LEAST_SHARE][:MAX_NEIGHBOURS]
+    return [source for source in need.sources if abs(source.share) >= MIN_SHARE][:MAX_NEIGHBOURS]
 
 
 def record_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:

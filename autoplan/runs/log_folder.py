@@ -20,14 +20,14 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import is_folder
 from autoplan.base.units import cleaned
 from autoplan.frameworks.common.launch import Launch
-from autoplan.frameworks.launch_files import MOST_BYTES as MAX_LAUNCH_BYTES
+from autoplan.frameworks.launch_files import MAX_BYTES as MAX_LAUNCH_BYTES
 from autoplan.frameworks.launch_files import looks_like_launch
-from autoplan.frameworks.logs import HEAD_BYTES, LOG_NAME, MOST_BYTES, Batch, LoggedRun, LogReader, chunks, tells_times
+from autoplan.frameworks.logs import HEAD_BYTES, LOG_NAME, MAX_BYTES, Batch, LoggedRun, LogReader, chunks, tells_times
 from autoplan.frameworks.registry import FRAMEWORKS
 from autoplan.runs.failure import LogEnd
 from autoplan.spec.plan import chunk_layers
 
-MOST_FILES = 100_000  # per folder; a run writes few
+MAX_FILES = 100_000  # per folder; a run writes few
 _PIECE = 2**12  # bytes of a log between two progress checks
 
 _RANK_STREAMS = ("stdout.log", "stderr.log")  # written by torchrun --log-dir into a folder per rank
@@ -108,10 +108,10 @@ def _find(folder: Path) -> _SortedFiles:
         files.passed_over.append(PassedOver(path=where, reason=f"cannot be read: {error.strerror or error}"))
 
     paths = (Path(top, name) for top, _, names in os.walk(folder, onerror=complain) for name in names)
-    found_paths = sorted(islice(paths, MOST_FILES + 1))
-    if len(found_paths) > MOST_FILES:
-        files.passed_over.append(PassedOver(path=folder, reason=f"only {MOST_FILES:,} of its files were looked at"))
-    for path in sorted(found_paths[:MOST_FILES], key=Path.is_symlink):  # the target of a link has its own name
+    found_paths = sorted(islice(paths, MAX_FILES + 1))
+    if len(found_paths) > MAX_FILES:
+        files.passed_over.append(PassedOver(path=folder, reason=f"only {MAX_FILES:,} of its files were looked at"))
+    for path in sorted(found_paths[:MAX_FILES], key=Path.is_symlink):  # the target of a link has its own name
         try:
             _sort_in(path, files, inodes)
         except (InputError, OSError) as error:
@@ -189,7 +189,7 @@ def _read_run(logs: list[Path], launch_file: Path, launch: Launch) -> PastRun:
     out_of_memory, errors = "", []
     for log in logs:
         words, num_steps = LogEnd(), 0
-        for data in chunks(log, MOST_BYTES):
+        for data in chunks(log, MAX_BYTES):
             for start in range(0, len(data), _PIECE):
                 had_memory = not words.out_of_memory
                 for line in reader.feed(data[start : start + _PIECE]):

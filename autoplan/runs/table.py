@@ -11,7 +11,7 @@ from pathlib import Path
 from autoplan.base.errors import InputError
 from autoplan.base.files import read_text
 
-MOST_BYTES = 2**30  # per table: some millions of rows
+MAX_BYTES = 2**30  # per table: some millions of rows
 BLANKS = ("", "?")
 
 
@@ -21,7 +21,7 @@ def read_rows(path: Path, kind: str, needed: Sequence[str]) -> Iterator[dict[str
     A row with more or fewer cells than columns is an error, as a missing quote or an incomplete copy makes the columns
     of cells unknown.  So is a duplicate id, as tables are joined by it.
     """
-    text = read_text(path, most_bytes=MOST_BYTES).removeprefix("\ufeff")  # the byte order mark of spreadsheets
+    text = read_text(path, most_bytes=MAX_BYTES).removeprefix("\ufeff")  # the byte order mark of spreadsheets
     reader = csv.reader(io.StringIO(text, newline=""))
     try:
         columns = next(reader, [])

@@ -11,9 +11,9 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
 from autoplan.profiler.discover.text import shown, whole_number
 
-MOST_ELEMENTS = 50_000  # hwloc writes about ten per core
-MOST_DEPTH = 100  # NCCL's and hwloc's trees have about 20 levels
-MOST_TEXT = 100_000  # characters directly inside an element; hwloc splits its matrices into pieces of a few hundred
+MAX_ELEMENTS = 50_000  # hwloc writes about ten per core
+MAX_DEPTH = 100  # NCCL's and hwloc's trees have about 20 levels
+MAX_TEXT = 100_000  # characters directly inside an element; hwloc splits its matrices into pieces of a few hundred
 
 
 @dataclass(slots=True, kw_only=True)
@@ -68,10 +68,10 @@ class _Reader:
 
     def _start(self, name: str, attributes: dict[str, str]) -> None:
         self.count += 1
-        if self.count > MOST_ELEMENTS:
-            raise InputError(f"{self._place()}: more than {MOST_ELEMENTS:,} elements")
-        if len(self.open) >= MOST_DEPTH:
-            raise InputError(f"{self._place()}: elements are nested more than {MOST_DEPTH} deep")
+        if self.count > MAX_ELEMENTS:
+            raise InputError(f"{self._place()}: more than {MAX_ELEMENTS:,} elements")
+        if len(self.open) >= MAX_DEPTH:
+            raise InputError(f"{self._place()}: elements are nested more than {MAX_DEPTH} deep")
         element = Element(name=cleaned(name), attributes=attributes, line=self.expat.CurrentLineNumber)
         if self.open:
             self.open[-1].children.append(element)
@@ -85,8 +85,8 @@ class _Reader:
     def _text(self, data: str) -> None:
         if self.open:
             self.open[-1].text += data
-            if len(self.open[-1].text) > MOST_TEXT:
-                raise InputError(f"{self._place()}: more than {MOST_TEXT:,} characters of text in one element")
+            if len(self.open[-1].text) > MAX_TEXT:
+                raise InputError(f"{self._place()}: more than {MAX_TEXT:,} characters of text in one element")
 
     def _doctype(self, _name: str, _system: str | None, _public: str | None, has_internal_subset: bool) -> None:
         if has_internal_subset:  # hwloc references an external subset, which expat does not read

@@ -12,7 +12,7 @@ from autoplan.topology.cluster import DeviceSpec
 
 # Rate per link and direction, and links per device: data sheets of V100, A100, H100, B200 (NVLink 2, 3, 4, 5).
 NVLINK_BYTES_PER_S: Mapping[str, float] = {"volta": 25e9, "ampere": 25e9, "hopper": 25e9, "blackwell": 50e9}
-MOST_NVLINKS: Mapping[str, int] = {"volta": 6, "ampere": 12, "hopper": 18, "blackwell": 18}
+MAX_NVLINKS: Mapping[str, int] = {"volta": 6, "ampere": 12, "hopper": 18, "blackwell": 18}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ def fabric_of(node: ObservedNode, device: DeviceSpec) -> Fabric | None:
             return None
         size = len(indices)
     apart = tuple(tuple(part) for part in parts if len(part) <= size / 2 and len(part) != size)
-    max_links = MOST_NVLINKS.get(device.generation, 0)
+    max_links = MAX_NVLINKS.get(device.generation, 0)
     counts = {index: [link.num_links for link in direct if index in (link.a, link.b)] for index in indices}
     is_switched = bool(max_links) and any(sum(links) > max_links for links in counts.values())
     per_device = {index: (max(links) if is_switched else sum(links)) for index, links in counts.items() if links}

@@ -17,7 +17,7 @@ from itertools import combinations
 from autoplan.base.errors import InputError
 from autoplan.profiler.discover.elements import Element, read_elements
 from autoplan.profiler.discover.observed import (
-    MOST_DEVICES,
+    MAX_DEVICES,
     ObservedDevice,
     ObservedLink,
     ObservedNic,
@@ -30,8 +30,8 @@ from autoplan.profiler.discover.text import pci_address, shown, whole_number
 SOURCE = "hwloc XML"
 
 _FABRICS = ("NVLinkBandwidth", "XGMIBandwidth")
-_MOST_OBJECTS = 2 * MOST_DEVICES  # maximum in a matrix: devices and switches of the fabric
-_MOST_MEGABYTES_PER_S = 100_000_000
+_MAX_OBJECTS = 2 * MAX_DEVICES  # maximum in a matrix: devices and switches of the fabric
+_MAX_MEGABYTES_PER_S = 100_000_000
 _IDS = re.compile(r"(?P<kind>[0-9a-f]{4}) \[(?P<vendor>[0-9a-f]{4}):(?P<device>[0-9a-f]{4})\].*")
 _NUMBERED = re.compile(r"(nvml|rsmi|cuda)(\d{1,4})")
 _VERBS = re.compile(r"mlx\d+_\S+|hfi\d+_\d+|qedr\d+")  # names of RDMA devices unknown to `nic_kind`
@@ -64,8 +64,8 @@ def parse(text: str) -> ObservedNode:
     }
     if not gpus and not nics:
         raise InputError("holds neither a device nor a network adapter: export it with `lstopo --whole-io --of xml`")
-    if len(gpus) > MOST_DEVICES or len(nics) > MOST_DEVICES:
-        raise InputError(f"holds more than {MOST_DEVICES:,} devices or adapters")
+    if len(gpus) > MAX_DEVICES or len(nics) > MAX_DEVICES:
+        raise InputError(f"holds more than {MAX_DEVICES:,} devices or adapters")
     indexed = dict(sorted(zip(_indices(gpus), gpus, strict=True), key=lambda pair: pair[0]))
     return ObservedNode(
         source=SOURCE,
@@ -189,12 +189,12 @@ def _rates(root: Element, gpus: Mapping[int, _Function]) -> Mapping[frozenset[in
 def _matrix(element: Element) -> tuple[list[str], list[int]]:
     """Return (gp_index of the objects, values row by row)."""
     place = f"line {element.line}: the matrix {element.get('name')}"
-    count = element.number("nbobjs", at_most=_MOST_OBJECTS)
+    count = element.number("nbobjs", at_most=_MAX_OBJECTS)
     objects = [word.rpartition(":")[2] for part in element.named("indexes") for word in part.text.split()]
     words = [word for part in element.named("u64values") for word in part.text.split()]
     if len(objects) != count or len(words) != count**2:
         raise InputError(f"{place} must have {count} indexes and {count**2} values, got {len(objects)}, {len(words)}")
-    return objects, [whole_number(word, f"{place}: a value", at_most=_MOST_MEGABYTES_PER_S) for word in words]
+    return objects, [whole_number(word, f"{place}: a value", at_most=_MAX_MEGABYTES_PER_S) for word in words]
 
 
 def _links(

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.discover.observed import MOST_DEVICES, NicKind, ObservedNic, ObservedNode, nic_kind
+from autoplan.profiler.discover.observed import MAX_DEVICES, NicKind, ObservedNic, ObservedNode, nic_kind
 from autoplan.profiler.discover.text import pci_address, plain_lines, shown, whole_number
 
 # Start of a device in the output, by tool.
@@ -33,7 +33,7 @@ _LANE_SPEED = re.compile(r"(?:(?P<gbps>\d{1,4}(?:\.\d{1,3})?) Gbps|invalid speed
 _LANE_GBPS = {"64": 50.0, "128": 100.0, "256": 200.0}
 _SLINGSHOT_SPEED = re.compile(r"[A-Z]{2}_(\d{1,4})G")  # BS_200G, CK_400G
 _UP = re.compile(r"(\d: *)?(PORT_)?(ACTIVE|up|FI_LINK_UP)\b.*", re.IGNORECASE)
-_MOST_BITS_PER_S = 10**14
+_MAX_BITS_PER_S = 10**14
 _LAYERS: dict[str, NicKind] = {"infiniband": "infiniband", "ethernet": "roce"}
 _AMAZON = "0x1d0f"
 
@@ -77,8 +77,8 @@ def _adapters(lines: Sequence[str], begins: re.Pattern[str]) -> list[_Adapter]:
                 adapters.append(_Adapter(name=fields.get("name", ""), line=number))
             if fields.get("port"):
                 adapters[-1].ports.append(_Port(line=number))
-            if len(adapters) > MOST_DEVICES:
-                raise InputError(f"line {number}: more than {MOST_DEVICES:,} devices")
+            if len(adapters) > MAX_DEVICES:
+                raise InputError(f"line {number}: more than {MAX_DEVICES:,} devices")
         elif not adapters:
             continue
         elif _PORT.fullmatch(line):
@@ -141,7 +141,7 @@ def _bytes_per_s(port: _Port) -> float | None:
             return int(lanes[1]) * gbps * 1e9 / 8
         raise InputError(f"{where} must be a width and Gbps of a lane, got {shown(speed)}")
     if speed := fields.get("speed"):  # from libfabric, in bits per second
-        return whole_number(speed, where, at_most=_MOST_BITS_PER_S) / 8 or None
+        return whole_number(speed, where, at_most=_MAX_BITS_PER_S) / 8 or None
     return None
 
 

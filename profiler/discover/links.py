@@ -9,12 +9,12 @@ import numpy as np
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import MIB
-from autoplan.profiler.fit import LEAST_POINTS, VOLUMES, collective_points, fit_collectives
+from autoplan.profiler.fit import MIN_POINTS, VOLUMES, collective_points, fit_collectives
 from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import Operation
 from autoplan.topology.cluster import ClusterSpec, LinkLevel
 
-LEAST_BYTES = 16 * MIB  # minimum of the largest buffer: with less, no link reaches its plateau
+MIN_BYTES = 16 * MIB  # minimum of the largest buffer: with less, no link reaches its plateau
 OPERATIONS: tuple[Operation, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send_recv")  # the best first
 
 
@@ -68,7 +68,7 @@ def _is_between(measurement: Measurement, cluster: ClusterSpec) -> bool:
 def _measured_level(level: LinkLevel, measured: Sequence[Measurement]) -> tuple[LinkLevel, str] | None:
     """Return (the measured level, its source); None if the measurements are not sufficient."""
     points = collective_points(measurement for measurement in measured if measurement.operation in VOLUMES)
-    if len(points.seconds) >= LEAST_POINTS and not level.is_mesh:
+    if len(points.seconds) >= MIN_POINTS and not level.is_mesh:
         try:
             fit = fit_collectives(level, points)
         except InputError:  # too few sizes to check the fit
@@ -103,7 +103,7 @@ def _sustained(measured: Sequence[Measurement], mesh: LinkLevel | None = None) -
             (measurement for measurement in of_it if measurement.shape[0] == members),
             key=lambda measurement: measurement.shape[-1],
         )
-        if len(largest) < 2 or largest[-1].shape[-1] < LEAST_BYTES:
+        if len(largest) < 2 or largest[-1].shape[-1] < MIN_BYTES:
             continue
         volume = VOLUMES.get(operation, members / (members - 1))  # a message crosses the link once, completely
         buffers = np.array([float(measurement.shape[-1]) for measurement in largest])

@@ -13,7 +13,7 @@ from itertools import combinations
 from pathlib import Path
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import MOST_BYTES, read_text
+from autoplan.base.files import MAX_BYTES, read_text
 from autoplan.base.units import cleaned
 from autoplan.profiler.discover import hwloc, nvidia_smi, rocm_smi, slurm
 from autoplan.profiler.discover.observed import ObservedDevice, ObservedLink, ObservedNic, ObservedNode
@@ -95,7 +95,7 @@ def _output(tool: Tool) -> str | None:
     if process.returncode:
         words = cleaned(" ".join(process.stderr.decode(errors="replace").split()))[:120]
         raise InputError(f"it ended with status {process.returncode} {words}".rstrip())
-    return process.stdout[:MOST_BYTES].decode(errors="replace")
+    return process.stdout[:MAX_BYTES].decode(errors="replace")
 
 
 def observe(sys: Path, gpus: Sequence[Gpu], links: Links, source: str) -> ObservedNode:

@@ -17,8 +17,8 @@ from itertools import combinations
 from autoplan.base.errors import InputError
 from autoplan.profiler.discover.elements import Element, read_elements
 from autoplan.profiler.discover.observed import (
-    MOST_DEVICES,
-    MOST_LINKS,
+    MAX_DEVICES,
+    MAX_LINKS,
     ObservedDevice,
     ObservedLink,
     ObservedNic,
@@ -41,8 +41,8 @@ _POWER_CLASS = "0x068001"
 # Generation numbers that RCCL once wrote instead of the instruction set.
 _GCN = {"906": "gfx906", "908": "gfx908", "910": "gfx90a", "940": "gfx940", "941": "gfx941", "942": "gfx942"}
 _SPEED = re.compile(r"(\d{1,3}(?:\.\d)?) GT/s.*")
-_MOST_MEGABITS_PER_S = 100_000_000  # 100 Tb/s
-_MOST_MEGABYTES_PER_S = 10_000_000
+_MAX_MEGABITS_PER_S = 100_000_000  # 100 Tb/s
+_MAX_MEGABYTES_PER_S = 10_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,8 @@ def parse(text: str) -> ObservedNode:
     nics = [leaf for leaf in leaves if leaf.element.name == "net" or _class(leaf)[0].startswith("0x02")]
     if not devices and not nics:
         raise InputError("holds neither a device nor a network adapter: dump it from a running job")
-    if len(leaves) > MOST_LINKS:
-        raise InputError(f"holds more than {MOST_LINKS:,} devices and adapters")
+    if len(leaves) > MAX_LINKS:
+        raise InputError(f"holds more than {MAX_LINKS:,} devices and adapters")
     host = (devices or nics)[0].host
     host_devices = [leaf for leaf in devices if leaf.host == host]
     return _node(host_devices, [leaf for leaf in nics if leaf.host == host], num_joined=len(devices))
@@ -77,7 +77,7 @@ def parse(text: str) -> ObservedNode:
 def _leaves(cpu: Element) -> Iterator[_Leaf]:
     """Yield the leaves below a <cpu>."""
     host, numa = cpu.get("host_hash"), cpu.get("numaid")
-    node = cpu.number("numaid", at_most=MOST_DEVICES) if numa not in ("", "-1") else None
+    node = cpu.number("numaid", at_most=MAX_DEVICES) if numa not in ("", "-1") else None
     bridge = f"{host}/{numa}"
     waiting: list[tuple[Element, Element | None, tuple[str, ...], float | None]] = [(cpu, None, (), None)]
     while waiting:
@@ -118,8 +118,8 @@ def _address(leaf: _Leaf) -> str:
 
 
 def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -> ObservedNode:
-    if len(devices) > MOST_DEVICES or len(nics) > MOST_DEVICES:
-        raise InputError(f"one host holds more than {MOST_DEVICES:,} devices or adapters")
+    if len(devices) > MAX_DEVICES or len(nics) > MAX_DEVICES:
+        raise InputError(f"one host holds more than {MAX_DEVICES:,} devices or adapters")
     indices = _indices(devices)
     observed = [_device(leaf, index) for leaf, index in zip(devices, indices, strict=True)]
     names = _names(nics)
@@ -144,7 +144,7 @@ def _node(devices: Sequence[_Leaf], nics: Sequence[_Leaf], *, num_joined: int) -
 
 def _indices(devices: Sequence[_Leaf]) -> list[int]:
     """Return the devices' numbers, which the file contains for all of them or none."""
-    numbers = [leaf.element.number("dev", at_most=MOST_DEVICES, default=-1) for leaf in devices]
+    numbers = [leaf.element.number("dev", at_most=MAX_DEVICES, default=-1) for leaf in devices]
     if -1 in numbers:
         return list(range(len(devices)))
     for at, (index, leaf) in enumerate(zip(numbers, devices, strict=True)):
@@ -167,7 +167,7 @@ def _device(leaf: _Leaf, index: int) -> ObservedDevice:
     pci, gpu = leaf.pci, leaf.element
     rate = leaf.bytes_per_s
     for c2c in gpu.named("c2c"):
-        megabytes_per_s = c2c.number("bw", at_most=_MOST_MEGABYTES_PER_S) * c2c.number("count", at_most=100)
+        megabytes_per_s = c2c.number("bw", at_most=_MAX_MEGABYTES_PER_S) * c2c.number("count", at_most=100)
         rate = megabytes_per_s * 1e6 or rate
     return ObservedDevice(
         index=index,
@@ -187,7 +187,7 @@ def _architecture(gpu: Element) -> str:
 
 def _nic(leaf: _Leaf, name: str) -> ObservedNic:
     net = leaf.element
-    speed = net.number("speed", at_most=_MOST_MEGABITS_PER_S)
+    speed = net.number("speed", at_most=_MAX_MEGABITS_PER_S)
     ids = {"pci_class": "", "vendor": "", "device": ""}
     if leaf.pci:
         ids = {"pci_class": leaf.pci.get("class"), "vendor": leaf.pci.get("vendor"), "device": leaf.pci.get("device")}

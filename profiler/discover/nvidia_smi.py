@@ -14,7 +14,7 @@ from itertools import chain
 
 from autoplan.base.errors import InputError
 from autoplan.profiler.discover.observed import (
-    MOST_DEVICES,
+    MAX_DEVICES,
     ObservedDevice,
     ObservedLink,
     ObservedNic,
@@ -97,8 +97,8 @@ def _header(lines: Iterator[list[_Word]]) -> tuple[list[str], list[_Word], bool]
 
 def _columns(line: Sequence[_Word], before: Sequence[str]) -> list[str]:
     """Return the devices and NICs in a header."""
-    if len(before) + len(line) > MOST_DEVICES:
-        raise InputError(f"line {line[0].line}: more than {MOST_DEVICES:,} columns")
+    if len(before) + len(line) > MAX_DEVICES:
+        raise InputError(f"line {line[0].line}: more than {MAX_DEVICES:,} columns")
     names: list[str] = []
     for word in line:
         if word.text in _AFFINITY:
@@ -129,7 +129,7 @@ def _rows(lines: Iterable[list[_Word]], names: Sequence[str], *, has_numa: bool)
             pending = line
         elif pending:
             pending += line  # wrapped
-            if len(pending) > 2 * MOST_DEVICES:
+            if len(pending) > 2 * MAX_DEVICES:
                 raise InputError(f"line {line[0].line}: the row of {pending[0].text} does not end")
         elif line:
             place = f"line {line[0].line}, column {line[0].column}"

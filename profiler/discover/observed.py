@@ -13,8 +13,8 @@ Path = Literal["fabric", "switch", "switches", "host", "node", "system"]
 NicKind = Literal["infiniband", "roce", "efa", "slingshot", "ethernet", ""]
 
 # Far above the size of a node; larger numbers do not come from one of the tools.
-MOST_DEVICES = 256
-MOST_LINKS = 10_000
+MAX_DEVICES = 256
+MAX_LINKS = 10_000
 
 _KINDS: tuple[tuple[str, NicKind], ...] = (
     (r"rdmap\d+s\d+.*|efa_\d+.*", "efa"),

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import MOST_BYTES, read_text
+from autoplan.base.files import MAX_BYTES, read_text
 from autoplan.base.units import cleaned
 from autoplan.profiler.discover import hwloc, infiniband, nccl_xml, nvidia_smi, rocm_smi, slurm
 from autoplan.profiler.discover.observed import ObservedNode
@@ -81,7 +81,7 @@ def read_source(path: Path, kind: str = "auto") -> tuple[str, Parsed]:
     """Return (format, content of a saved file); the format is recognised by the content."""
     if kind != "auto" and kind not in FORMATS:
         raise InputError(f"--format {kind!r} is unknown: known are auto, {', '.join(FORMATS)}")
-    text = read_text(path, most_bytes=MOST_BYTES)
+    text = read_text(path, most_bytes=MAX_BYTES)
     kind_of_text = recognise(text) if kind == "auto" else kind
     if not kind_of_text:
         raise InputError(f"{path}: of no format that is known: pass --format with one of {', '.join(FORMATS)}")

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Literal
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.discover.observed import MOST_DEVICES, ObservedDevice, ObservedLink, ObservedNode
+from autoplan.profiler.discover.observed import MAX_DEVICES, ObservedDevice, ObservedLink, ObservedNode
 from autoplan.profiler.discover.text import plain_lines, shown, whole_number
 
 SOURCE = "rocm-smi --showtopo"
@@ -59,8 +59,8 @@ def _tables(lines: Sequence[str]) -> tuple[dict[_Table, _Matrix], dict[int, int]
     numa: dict[int, int] = {}
     for number, line in enumerate(lines, start=1):
         if (match := _NUMA.search(line)) and match[2] == "Node" and match[3] != "-1":
-            device = whole_number(match[1], f"line {number}: the number of the GPU", at_most=MOST_DEVICES)
-            numa[device] = whole_number(match[3], f"line {number}: the NUMA node", at_most=MOST_DEVICES)
+            device = whole_number(match[1], f"line {number}: the number of the GPU", at_most=MAX_DEVICES)
+            numa[device] = whole_number(match[3], f"line {number}: the NUMA node", at_most=MAX_DEVICES)
         elif (title := _TITLE.fullmatch(line.strip())) and (table := _TITLES.get(title[1])):
             tables[table] = _matrix(lines, number, table)
     return tables, numa
@@ -72,7 +72,7 @@ def _matrix(lines: Sequence[str], start: int, table: _Table) -> _Matrix:
     while at < len(lines) and not lines[at].strip():
         at += 1
     columns = [_device(word, at + 1) for word in lines[at].split()] if at < len(lines) else []
-    if not 0 < len(columns) <= MOST_DEVICES or len(set(columns)) < len(columns):
+    if not 0 < len(columns) <= MAX_DEVICES or len(set(columns)) < len(columns):
         raise InputError(f"line {at + 1}: the table of {table} must begin with a line of GPU0 and the other columns")
     cells: dict[tuple[int, int], str] = {}
     for number, row in enumerate(columns, start=at + 2):
@@ -91,7 +91,7 @@ def _matrix(lines: Sequence[str], start: int, table: _Table) -> _Matrix:
 def _device(word: str, number: int) -> int:
     if not word.startswith("GPU"):
         raise InputError(f"line {number}: a row or column must be called GPU0 or alike, got {shown(word)}")
-    return whole_number(word.removeprefix("GPU"), f"line {number}: the number of the GPU", at_most=MOST_DEVICES)
+    return whole_number(word.removeprefix("GPU"), f"line {number}: the number of the GPU", at_most=MAX_DEVICES)
 
 
 def _links(indices: Sequence[int], tables: Mapping[_Table, _Matrix]) -> list[ObservedLink]:

@@ -18,14 +18,14 @@ import yaml
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode
-from autoplan.base.hostlist import MOST_HOSTS, expand_hosts
+from autoplan.base.hostlist import MAX_HOSTS, expand_hosts
 from autoplan.profiler.discover.text import plain, shown, whole_number
 from autoplan.topology.cluster import NodeGroup
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the C version is ten times faster, but not in every build
-_MOST_YAML_CHARACTERS = 2**20
-_MOST_YAML_DEPTH = 20
-_MOST_TIERS = 8
+_MAX_YAML_CHARACTERS = 2**20
+_MAX_YAML_DEPTH = 20
+_MAX_TIERS = 8
 _PAIR = re.compile(r"(?P<key>\w+)\s*=\s*(?P<value>\S+)")
 _IGNORED = re.compile(r"(?i)\s*\b(Level|BlockIndex|BlockSize)=\S*")
 _NODES = re.compile(r"(?i)\s*\bNodes=\S*")
@@ -82,7 +82,7 @@ def _from_conf(lines: Sequence[str]) -> SwitchTree:
             blocks.append(replace(entry, name=pairs["blockname"]))
         if "blocksizes" in pairs:
             words = pairs["blocksizes"].split(",")
-            sizes = [whole_number(word, f"{where}: a size of BlockSizes", at_most=MOST_HOSTS) for word in words]
+            sizes = [whole_number(word, f"{where}: a size of BlockSizes", at_most=MAX_HOSTS) for word in words]
     if blocks and switches:
         raise InputError("has switches and blocks: Slurm reads one or the other")
     return _block(blocks, sizes) if blocks else _tree(switches)
@@ -169,16 +169,16 @@ def _from_yaml(text: str) -> SwitchTree:
 
 
 def _yaml(text: str) -> object:
-    if len(text) > _MOST_YAML_CHARACTERS:
-        raise InputError(f"a topology.yaml of more than {_MOST_YAML_CHARACTERS:,} characters")
+    if len(text) > _MAX_YAML_CHARACTERS:
+        raise InputError(f"a topology.yaml of more than {_MAX_YAML_CHARACTERS:,} characters")
     depth = 0
     try:
         for event in yaml.parse(text, Loader=_LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent):
                 raise InputError(f"line {event.start_mark.line + 1}: an alias, which no topology.yaml needs")
-            if depth > _MOST_YAML_DEPTH:
-                raise InputError(f"line {event.start_mark.line + 1}: nested more than {_MOST_YAML_DEPTH} deep")
+            if depth > _MAX_YAML_DEPTH:
+                raise InputError(f"line {event.start_mark.line + 1}: nested more than {_MAX_YAML_DEPTH} deep")
         return yaml.load(text, Loader=_LOADER)
     except InputError:
         raise
@@ -216,8 +216,8 @@ def _path(switch: str, parent: Mapping[str, str]) -> tuple[str, ...]:
     path = [switch]
     while path[-1] in parent:
         path.append(parent[path[-1]])
-        if len(path) > _MOST_TIERS:
-            raise InputError(f"more than {_MOST_TIERS} switches above each other from {shown(switch)}, or a loop")
+        if len(path) > _MAX_TIERS:
+            raise InputError(f"more than {_MAX_TIERS} switches above each other from {shown(switch)}, or a loop")
     return tuple(path)
 
 
@@ -245,8 +245,8 @@ def _owners(entries: Sequence[_Entry], key: Literal["nodes", "children"]) -> dic
             if name in owners:
                 raise InputError(f"{entry.where}: {shown(name)} is below {shown(owners[name])} and {shown(entry.name)}")
             owners[name] = entry.name
-        if len(owners) > MOST_HOSTS:
-            raise InputError(f"{entry.where}: more than {MOST_HOSTS:,} names")
+        if len(owners) > MAX_HOSTS:
+            raise InputError(f"{entry.where}: more than {MAX_HOSTS:,} names")
     return owners
 
 

@@ -12,7 +12,7 @@ _STYLE = re.compile(r"\x1b?\[(?:\d{1,3}(?:;\d{1,3})*)?m")
 _PCI = re.compile(r"(?:(?P<domain>[0-9a-fA-F]{4,8}):)?(?P<rest>[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F])")
 
 _SHOWN = 40  # characters of an invalid word quoted in a message
-MOST_COLUMNS = 32_000  # maximum characters of a line; a row of the widest table has a few thousand
+MAX_COLUMNS = 32_000  # maximum characters of a line; a row of the widest table has a few thousand
 
 
 def plain(text: str) -> str:
@@ -26,7 +26,7 @@ def plain(text: str) -> str:
 
 def plain_lines(text: str) -> list[str]:
     """Return the lines of `plain(text)`; longer lines than any table row are truncated, which makes them invalid."""
-    return [line[:MOST_COLUMNS] for line in plain(text).split("\n")]
+    return [line[:MAX_COLUMNS] for line in plain(text).split("\n")]
 
 
 def shown(word: str) -> str:

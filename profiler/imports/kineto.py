@@ -24,9 +24,9 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, is_folder
 from autoplan.base.units import cleaned
 
-MOST_BYTES = 2**32  # decompressed
-MOST_OBJECTS = 2**25  # JSON objects: an event is two, and takes about 100 bytes of memory
-MOST_S = 1e11  # maximum of a time and of a length: about 3,000 years
+MAX_BYTES = 2**32  # decompressed
+MAX_OBJECTS = 2**25  # JSON objects: an event is two, and takes about 100 bytes of memory
+MAX_S = 1e11  # maximum of a time and of a length: about 3,000 years
 CHUNK_BYTES = 2**24
 MAGIC = b"\x1f\x8b"
 HEAD_BYTES = 4096
@@ -195,13 +195,13 @@ def decoded(path: Path, kind: type[DecodedTrace]) -> DecodedTrace:
             is_packed = stream.read(2) == MAGIC
         content = bytearray()  # in chunks: a single read of the maximum would allocate it for any file
         with gzip.open(path, "rb") if is_packed else path.open("rb") as stream:
-            while len(content) <= MOST_BYTES and (chunk := stream.read(CHUNK_BYTES)):
+            while len(content) <= MAX_BYTES and (chunk := stream.read(CHUNK_BYTES)):
                 content += chunk
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"{path}: cannot be read: {cleaned(str(error))}") from None
-    if len(content) > MOST_BYTES or content.count(b"{") > MOST_OBJECTS:
+    if len(content) > MAX_BYTES or content.count(b"{") > MAX_OBJECTS:
         raise InputError(
-            f"{path}: unpacked, it has more than {MOST_BYTES:,} bytes or {MOST_OBJECTS:,} objects: trace fewer steps"
+            f"{path}: unpacked, it has more than {MAX_BYTES:,} bytes or {MAX_OBJECTS:,} objects: trace fewer steps"
         )
     try:
         return msgspec.json.decode(content, type=kind, strict=False)
@@ -211,7 +211,7 @@ def decoded(path: Path, kind: type[DecodedTrace]) -> DecodedTrace:
 
 def _span(event: Event) -> Span:
     start_s, length_s = float(event.ts) * 1e-6, float(event.dur) * 1e-6
-    if not abs(start_s) < MOST_S or not abs(length_s) < MOST_S:  # also true for NaN
+    if not abs(start_s) < MAX_S or not abs(length_s) < MAX_S:  # also true for NaN
         raise ValueError
     return Span(start_s, start_s + length_s, str(event.name))
 

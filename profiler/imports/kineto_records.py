@@ -29,8 +29,8 @@ from autoplan.base.user import user_name
 from autoplan.profiler.imports.kineto import DEVICE_CATEGORIES, Event, decoded, trace_files
 from autoplan.profiler.imports.nccl_tests import rack_devices
 from autoplan.profiler.machine.device_names import device_named
-from autoplan.profiler.record import MOST_SAMPLES, Fingerprint, Record, Status
-from autoplan.profiler.store.plausible import MOST_SPREAD, sample_spread
+from autoplan.profiler.record import MAX_SAMPLES, Fingerprint, Record, Status
+from autoplan.profiler.store.plausible import MAX_SPREAD, sample_spread
 from autoplan.spec.operations import Operation
 
 SOURCE = "trace of torch's profiler"
@@ -204,13 +204,13 @@ def _record(
 ) -> Record:
     """Return the record of all times of one shape, only of the clean ones if there are any."""
     clean = [item for item, why_not in times if not why_not]
-    samples = (clean or [item for item, _ in times])[:MOST_SAMPLES]
+    samples = (clean or [item for item, _ in times])[:MAX_SAMPLES]
     samples_s = tuple(item.seconds for item in samples)
     status: Status = "ok"
     reason = ""
     if not clean:
         status, reason = "contaminated", times[0][1]
-    elif (spread := sample_spread(samples_s)) > MOST_SPREAD:
+    elif (spread := sample_spread(samples_s)) > MAX_SPREAD:
         status, reason = "unstable", f"the times of the run spread by {100 * spread:.0f} %"
     return Record(
         fingerprint=machine,

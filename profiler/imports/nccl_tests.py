@@ -21,12 +21,12 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import read_text
 from autoplan.base.units import cleaned
 from autoplan.profiler.machine.device_names import device_named
-from autoplan.profiler.record import MOST_SAMPLES, Fingerprint, Record
+from autoplan.profiler.record import MAX_SAMPLES, Fingerprint, Record
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.spec.operations import Operation
 
-MOST_BYTES = 64 * 2**20
-MOST_ROWS = 100_000
+MAX_BYTES = 64 * 2**20
+MAX_ROWS = 100_000
 
 _OPERATIONS: dict[str, Operation] = {
     "all_reduce": "all_reduce",
@@ -53,7 +53,7 @@ _VERSION = re.compile(
 _COLUMNS = re.compile(r"#?\s*size\s+count\s+type\b.*")
 _TIMES = ("time", "cputime")
 # Older versions print the largest deviation instead of the number of wrong elements; their tolerance per device.
-_MOST_DEVIATION = {"half": 1e-2, "float": 1e-5, "double": 1e-12}
+_MAX_DEVIATION = {"half": 1e-2, "float": 1e-5, "double": 1e-12}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ def read_log(path: Path, *, device: str | None = None, operation: str | None = N
     operation_name = _OPERATIONS.get((operation or "").removesuffix("_perf"), operation)
     if operation_name is not None and operation_name not in _OPERATIONS.values():
         raise InputError(f"--operation {operation!r}: known are {', '.join(_OPERATIONS.values())}")
-    text = read_text(path, most_bytes=MOST_BYTES)
+    text = read_text(path, most_bytes=MAX_BYTES)
     run = _Run(operation=operation_name)  # type: ignore[arg-type]  # one of the values above
     try:
         records = (_from_json if text.lstrip().startswith("{") else _from_table)(text, run, device)
@@ -93,8 +93,8 @@ def read_log(path: Path, *, device: str | None = None, operation: str | None = N
         raise InputError(f"{path}: {error}") from None
     if not records:
         raise InputError(f"{path}: holds no results of nccl-tests or rccl-tests, and is no export of autoplan")
-    if len(records) > MOST_ROWS:
-        raise InputError(f"{path}: more than {MOST_ROWS:,} results: split it")
+    if len(records) > MAX_ROWS:
+        raise InputError(f"{path}: more than {MAX_ROWS:,} results: split it")
     return records
 
 
@@ -145,7 +145,7 @@ def _row(cells: Sequence[str], run: _Run, device: str | None) -> list[Record]:
             raise InputError("no column says whether results were right (#wrong or error): give the whole output")
         num_wrong = _num_wrong(cells[error])
         if run.columns[error] == "error":
-            num_wrong = float(num_wrong > _MOST_DEVIATION.get(head["type"], 0.0) * (len(run.ranks) - 1))
+            num_wrong = float(num_wrong > _MAX_DEVIATION.get(head["type"], 0.0) * (len(run.ranks) - 1))
         records += _record(run, head, place, (float(cells[start]) * 1e-6,), num_wrong, device)
     return records
 
@@ -184,7 +184,7 @@ def _from_nccl_json(table: Mapping[str, Any], run: _Run, device: str | None) -> 
             if "cpu_time" in result:
                 raise InputError("times are those of the CPU (option -C): run the test without it")
             runs = row.get(f"{key}_per_iter")
-            times_us = runs["times_us"][runs["skipped_iterations"] :][:MOST_SAMPLES] if runs else [result["time"]]
+            times_us = runs["times_us"][runs["skipped_iterations"] :][:MAX_SAMPLES] if runs else [result["time"]]
             samples_s = tuple(float(time) * 1e-6 for time in times_us)
             yield from _record(run, row, place, samples_s, _num_wrong(result["nwrong"]), device)
 

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file
 from autoplan.base.units import cleaned
-from autoplan.profiler.imports.kineto import MOST_OBJECTS, MOST_S, RankTrace, Span, activity_of, summed
+from autoplan.profiler.imports.kineto import MAX_OBJECTS, MAX_S, RankTrace, Span, activity_of, summed
 
 MAGIC = b"SQLite format 3\0"
 NAMES, KERNELS, RANGES = "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS"
@@ -63,8 +63,8 @@ def read_report(path: Path) -> list[RankTrace]:
         raise InputError(f"{path}: no export of Nsight Systems: {cleaned(str(error))}") from None
     except (ValueError, TypeError, OverflowError):
         raise InputError(f"{path}: an event has no time in nanoseconds, or none that can be") from None
-    if sum(map(len, spans.values())) > MOST_OBJECTS:
-        raise InputError(f"{path}: more than {MOST_OBJECTS:,} kernels and copies: trace fewer steps")
+    if sum(map(len, spans.values())) > MAX_OBJECTS:
+        raise InputError(f"{path}: more than {MAX_OBJECTS:,} kernels and copies: trace fewer steps")
     if not spans:
         raise InputError(f"{path}: no kernels of a device in it: trace with nsys profile --trace cuda,nvtx")
     return [
@@ -99,7 +99,7 @@ def _device_spans(database: sqlite3.Connection, tables: set[str]) -> dict[tuple[
         name = (
             f"'{_COPIES[table]}'" if table in _COPIES else "(SELECT value FROM StringIds WHERE id = of.demangledName)"
         )
-        query = f'SELECT start, "end", {process}, deviceId, {name} FROM {table} AS of LIMIT {MOST_OBJECTS + 1}'
+        query = f'SELECT start, "end", {process}, deviceId, {name} FROM {table} AS of LIMIT {MAX_OBJECTS + 1}'
         for start_ns, end_ns, serialised, device, text in database.execute(query):
             span = _span(start_ns, end_ns, text)
             if span.end_s > span.start_s:
@@ -126,7 +126,7 @@ def _marks(database: sqlite3.Connection) -> dict[int, list[Span]]:
 
 def _whole(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of ranges that have an end; instant marks have none."""
-    yield from database.execute(f'{query} WHERE "end" IS NOT NULL LIMIT {MOST_OBJECTS}')
+    yield from database.execute(f'{query} WHERE "end" IS NOT NULL LIMIT {MAX_OBJECTS}')
 
 
 def _process(serialised: Any) -> int:
@@ -135,6 +135,6 @@ def _process(serialised: Any) -> int:
 
 def _span(start_ns: Any, end_ns: Any, name: Any) -> Span:
     start_s, end_s = float(start_ns) * 1e-9, float(end_ns) * 1e-9
-    if not abs(start_s) < MOST_S or not abs(end_s) < MOST_S:  # also true for NaN
+    if not abs(start_s) < MAX_S or not abs(end_s) < MAX_S:  # also true for NaN
         raise ValueError
     return Span(start_s, end_s, name if isinstance(name, str) else "")

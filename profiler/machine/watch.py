@@ -22,7 +22,7 @@ from autoplan.profiler.machine.readings import (
 from autoplan.profiler.protocol import Rules
 
 LOOK_S = 1.0  # between two looks
-MOST_SLOWED = 0.1  # share of looks at which clocks were down, up to which a run is as it should be
+MAX_SLOWED = 0.1  # share of looks at which clocks were down, up to which a run is as it should be
 
 
 class Look(NamedTuple):
@@ -88,7 +88,7 @@ def conditions(looks: Sequence[Look], load: float | None) -> tuple[dict[str, str
         if slowed:
             share = slowed.total() / len(looks)
             values["slowdown"] = f"{slowed.most_common(1)[0][0]} at {100 * share:.0f} % of {len(looks)} looks"
-            disturbances += [f"devices slowed down: {values['slowdown']}"] if share > MOST_SLOWED else []
+            disturbances += [f"devices slowed down: {values['slowdown']}"] if share > MAX_SLOWED else []
     if load is not None:
         values["other_load"] = f"{100 * load:.1f} %"
         if load > Rules().most_foreign:

@@ -14,7 +14,7 @@ from torch import Tensor
 CPU_CACHE_BYTES = 32 * 2**20  # of a core's share of the last level, roughly
 # Behind its L2, which is all that torch tells of: AMD CDNA 3 and CDNA 4 architecture white papers, Infinity Cache.
 INFINITY_CACHE_BYTES = {"gfx942": 256 * 2**20, "gfx950": 256 * 2**20}
-MOST_SETS = 8
+MAX_SETS = 8
 
 Run = Callable[[], object]
 
@@ -114,14 +114,14 @@ class InputFactory:
 
 
 def num_sets(touched_bytes: int, device: torch.device, cache_bytes: int | None = None) -> int:
-    """Number of input sets that exceed twice the last cache: each has left it by its turn; at most `MOST_SETS`."""
+    """Number of input sets that exceed twice the last cache: each has left it by its turn; at most `MAX_SETS`."""
     if cache_bytes is None:
         cache_bytes = CPU_CACHE_BYTES
         if device.type != "cpu":
             properties = torch.cuda.get_device_properties(device)
             architecture = getattr(properties, "gcnArchName", "").partition(":")[0]
             cache_bytes = INFINITY_CACHE_BYTES.get(architecture, properties.L2_cache_size)
-    return min(MOST_SETS, 1 + 2 * cache_bytes // touched_bytes)
+    return min(MAX_SETS, 1 + 2 * cache_bytes // touched_bytes)
 
 
 def in_turns(runs: Sequence[Run]) -> Run:

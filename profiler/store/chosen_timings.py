@@ -25,7 +25,7 @@ _TIMED = ("operation", "shape", "dtype", "seconds", "key", "fingerprint_id", "mo
 _CHOSEN_BY = (*_TIMED, "kernel", "conditions", "host", "work_hash")
 HOSTS_APART = 1.10  # reported ratio of two hosts' times of one shape; equal devices differ by 5 % (`modelling` C1)
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # for one shape on equally similar machines
-MOST_COMPARED = 5  # newest measurements of one shape, whose median counts
+MAX_COMPARED = 5  # newest measurements of one shape, whose median counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ def choose_timings(
 ) -> ChosenTimings:
     """Select from the records of machines with a device; `levels` rate their similarity to the target machine.
 
-    The most similar machine wins, then the steadier mode of measurement.  Of its last `MOST_COMPARED` measurements the
+    The most similar machine wins, then the steadier mode of measurement.  Of its last `MAX_COMPARED` measurements the
     median counts, as machines have good and bad minutes; of imported ones the newest, then the fastest.  Only settled
     measurements without concurrent work count, unless most of the last ones were slow or unstable without other load:
     then this is the normal state of the machine, and all of them count.  Hidden ones never count.  If nothing settled,
@@ -79,7 +79,7 @@ def choose_timings(
             chosen,
             and_(
                 records.c.id == chosen.c.id,
-                or_(chosen.c.place == 1, and_(chosen.c.place <= MOST_COMPARED, records.c.mode != "imported")),
+                or_(chosen.c.place == 1, and_(chosen.c.place <= MAX_COMPARED, records.c.mode != "imported")),
             ),
         )
         found = connection.execute(query.order_by(chosen.c.place)).all()

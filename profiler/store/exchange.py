@@ -30,9 +30,9 @@ FORMAT, VERSION = "autoplan-timings", 3
 WITHOUT_MARKS, WITHOUT_RUNS = 2, 1
 Measured = TypeVar("Measured", Record, RunRecord)
 # Bounds on external data, decompressed: a line has room for the maximum number of samples in a record.
-MOST_LINE_BYTES = 2**20
-MOST_BYTES = 2**33
-MOST_RECORDS = 10_000_000
+MAX_LINE_BYTES = 2**20
+MAX_BYTES = 2**33
+MAX_RECORDS = 10_000_000
 MAGIC = b"\x1f\x8b"
 
 
@@ -115,8 +115,8 @@ def read_exchange(path: Path, unknown: Counter[str] | None = None) -> Iterator[R
     lines = _lines(path)
     _check_header(path, next(lines, b""))
     for number, line in enumerate(lines, start=2):
-        if number > MOST_RECORDS + 1:
-            raise InputError(f"{path}: more than {MOST_RECORDS:,} records: split it")
+        if number > MAX_RECORDS + 1:
+            raise InputError(f"{path}: more than {MAX_RECORDS:,} records: split it")
         try:
             if line.startswith(_RUN_LINE):
                 yield msgspec.json.decode(line, type=_RunLine).run
@@ -178,12 +178,12 @@ def _lines(path: Path) -> Iterator[bytes]:
     size = 0
     try:
         with gzip.open(path, "rb") as stream:
-            while line := stream.readline(MOST_LINE_BYTES + 1):
+            while line := stream.readline(MAX_LINE_BYTES + 1):
                 size += len(line)
-                if len(line) > MOST_LINE_BYTES or size > MOST_BYTES:
+                if len(line) > MAX_LINE_BYTES or size > MAX_BYTES:
                     raise InputError(
-                        f"{path}: unpacked, a line is longer than {MOST_LINE_BYTES:,} bytes or the whole longer than "
-                        f"{MOST_BYTES:,}: no export of autoplan is"
+                        f"{path}: unpacked, a line is longer than {MAX_LINE_BYTES:,} bytes or the whole longer than "
+                        f"{MAX_BYTES:,}: no export of autoplan is"
                     )
                 yield line
     except EOFError:

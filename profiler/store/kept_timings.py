@@ -23,8 +23,8 @@ from autoplan.profiler.store.schema import marks, records
 from autoplan.spec.measurement import Match, MeasuredTimes, Measurements
 from autoplan.spec.operations import Operation
 
-MOST_READ = 5_000  # records from which a selection takes a tenth of a second
-MOST_FILES = 20  # the newest are kept
+MAX_READ = 5_000  # records from which a selection takes a tenth of a second
+MAX_FILES = 20  # the newest are kept
 _COLUMNS = tuple(column.name for column in fields(MeasuredTimes))
 
 
@@ -34,7 +34,7 @@ def serving_timings(
     """Return the result of `choose_timings`, for many records from the cache unless there are new records or marks."""
     of_machines = records.c.fingerprint_id.in_(levels)
     num_records, newest = connection.execute(select(func.count(), func.max(records.c.id)).where(of_machines)).one()
-    if num_records <= MOST_READ:
+    if num_records <= MAX_READ:
         return choose_timings(connection, target.device, levels, operations)
     # A database is append-only, so equal numbers of records and marks mean equal content.  They are read before the
     # selection, so that additions in the meantime invalidate the cache next time.
@@ -89,5 +89,5 @@ def _keep(path: Path, state: str, chosen: ChosenTimings) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path, force=True) as stream:
         np.savez(stream, allow_pickle=False, **arrays)
-    for old in sorted(path.parent.glob("*.npz"), key=lambda file: -file.stat().st_mtime)[MOST_FILES:]:
+    for old in sorted(path.parent.glob("*.npz"), key=lambda file: -file.stat().st_mtime)[MAX_FILES:]:
         old.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ from autoplan.profiler.store.marks import OPERATIONS, approved_ids, hidden_ids, 
 from autoplan.profiler.store.schema import records, runs
 from autoplan.spec.team_overview import ComparedTimes, FoundSlow, MachineRecords, OperationRecords, TeamOverview
 
-MOST_COMPARED = 10_000  # records whose times are compared, in less than a second
+MAX_COMPARED = 10_000  # records whose times are compared, in less than a second
 HASH_LIMIT = 2**63  # hashes of shapes are uniform between +- this limit
 
 _DAY = func.substr(records.c.measured_at, 1, 10)
@@ -48,8 +48,8 @@ class Cell:
 
 
 def compared_share(num_records: int) -> float:
-    """Return the share of all shapes to compare, which has about `MOST_COMPARED` records."""
-    return min(MOST_COMPARED / max(num_records, 1), 1.0)
+    """Return the share of all shapes to compare, which has about `MAX_COMPARED` records."""
+    return min(MAX_COMPARED / max(num_records, 1), 1.0)
 
 
 def cells(connection: Connection, share: float = 1.0) -> list[Cell]:

@@ -19,12 +19,12 @@ from autoplan.readers.device import load_device
 from autoplan.spec.operations import COLLECTIVES, PRODUCTS, RATE_TYPES
 from autoplan.topology.cluster import DeviceSpec
 
-MOST_OVER_PEAK = 1.1  # devices may boost slightly above their datasheet clock
-MOST_SPREAD = 0.5  # maximum interquartile range of settled samples over their median
-LEAST_S = 1e-7  # shorter than the launch of any kernel
+MAX_OVER_PEAK = 1.1  # devices may boost slightly above their datasheet clock
+MAX_SPREAD = 0.5  # maximum interquartile range of settled samples over their median
+MIN_S = 1e-7  # shorter than the launch of any kernel
 # Minimum share of the datasheet rate (compute and memory) for a long GEMM on a healthy device: the slowest libraries
 # reach a third, and half the power costs a fifth.  Below it, other units did the work, or the device was not free.
-LEAST_SHARE = 0.1
+MIN_SHARE = 0.1
 LONG_S = 1.5e-4  # datasheet time above which launches and half-filled tiles hardly matter
 
 # Each device must send or receive at least its whole buffer (in-network reduction halves the traffic of a ring), or all
@@ -40,9 +40,9 @@ def implausible(record: Record) -> str:
         return f"{record.shape[1]} devices in a domain, in a group of {record.shape[0]}"
     if not record.samples_s:
         return ""
-    if record.seconds < LEAST_S:
+    if record.seconds < MIN_S:
         return f"took {record.seconds:.1e} s, less than the launch of a kernel"
-    if record.status == "ok" and (spread := sample_spread(record.samples_s)) > MOST_SPREAD:
+    if record.status == "ok" and (spread := sample_spread(record.samples_s)) > MAX_SPREAD:
         return f"marked as settled, but its samples spread by {100 * spread:.0f} %"
     return _too_fast(record) or _too_slow(record)
 
@@ -63,13 +63,13 @@ def _too_fast(record: Record) -> str:
     if record.operation in PRODUCTS:
         m, n, k = record.shape
         rate, peak = 2 * m * n * k / record.seconds, _peak_flops_per_s(device, record.dtype)
-        if rate > MOST_OVER_PEAK * peak:
+        if rate > MAX_OVER_PEAK * peak:
             return f"{rate / 1e12:,.0f} TFLOP/s, {name} has {peak / 1e12:,.0f}"
     if record.operation in COLLECTIVES and record.shape[0] > 1:
         num_devices, _, _, buffer_bytes = record.shape
         share = 1.0 if record.operation in _SEND_ALL else (num_devices - 1) / num_devices
         rate, link = share * buffer_bytes / record.seconds, _fastest_link_bytes_per_s(name)
-        if link and rate > MOST_OVER_PEAK * link:
+        if link and rate > MAX_OVER_PEAK * link:
             return f"{rate / 1e9:,.0f} GB/s through each device, its links carry {link / 1e9:,.0f}"
     return ""
 
@@ -86,7 +86,7 @@ def _too_slow(record: Record) -> str:
     m, n, k = record.shape
     moved_bytes = _WIDTHS.get(record.dtype, 2.0) * (m * n + n * k + m * k)
     least_s = max(2 * m * n * k / peak, moved_bytes / device.memory_bandwidth_bytes_per_s)
-    if least_s < LONG_S or LEAST_SHARE * record.seconds < least_s:
+    if least_s < LONG_S or MIN_SHARE * record.seconds < least_s:
         return ""
     rate = 2 * m * n * k / record.seconds
     return (

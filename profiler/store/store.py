@@ -47,10 +47,10 @@ from autoplan.spec.team_overview import TeamOverview
 T = TypeVar("T")
 
 BATCH = 1_000  # records per transaction: limits the loss of a killed writer, and the wait of others
-LEAST_PREFIX = 6
-MOST_AT_ONCE = 100  # keys per query
+MIN_PREFIX = 6
+MAX_AT_ONCE = 100  # keys per query
 RUNS_HIDDEN_FROM = 4  # the first schema with marks of runs
-MOST_FAILURES = 2  # failures after which an operation counts as impossible on a machine; one may be transient
+MAX_FAILURES = 2  # failures after which an operation counts as impossible on a machine; one may be transient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +188,7 @@ class Store:
     def reviews(self, keys: Collection[str], kind: Marked = OPERATIONS) -> dict[str, Review]:
         """Return the review of these keys: proposed, approved or hidden."""
         reviews: dict[str, Review] = dict.fromkeys(keys, "proposed")
-        for batch in _batches(keys, MOST_AT_ONCE) if kind in self._marked else ():
+        for batch in _batches(keys, MAX_AT_ONCE) if kind in self._marked else ():
             with self._database.reading() as connection:
                 for review in ("approved", "hidden"):
                     query = select(kind.rows.c.key).where(kind.rows.c.key.in_(batch), is_reviewed(review, kind))
@@ -199,7 +199,7 @@ class Store:
         """Return the keys of tasks that settled so often on this machine, or keep failing.
 
         Single-device work may come from any machine that is equal with respect to this device: a NIC that is down does
-        not matter.  Failed tasks are repeated until they have failed `MOST_FAILURES` times.
+        not matter.  Failed tasks are repeated until they have failed `MAX_FAILURES` times.
         """
         columns = [records.c[name] for name in ("operation", "shape", "dtype", "kernel", "mode")]
         machines = self._machines(fingerprint.device)
@@ -220,7 +220,7 @@ class Store:
         return {
             key
             for key, statuses in counts.items()
-            if statuses["ok"] >= num_visits or statuses["failed"] >= MOST_FAILURES
+            if statuses["ok"] >= num_visits or statuses["failed"] >= MAX_FAILURES
         }
 
     def latest(self, device: str) -> Fingerprint | None:
@@ -286,10 +286,10 @@ class Store:
 
     def by_beginnings(self, keys: Collection[str]) -> dict[str, Record]:
         """Return the records by prefixes of their keys, including hidden ones; prefixes of no key are left out."""
-        starts = sorted({key for key in keys if len(key) >= LEAST_PREFIX and not set(key) - set("0123456789abcdef")})
+        starts = sorted({key for key in keys if len(key) >= MIN_PREFIX and not set(key) - set("0123456789abcdef")})
         machines, by_beginning = self._machines(), dict[str, Record]()
         with self._database.reading() as connection:
-            for batch in _batches(starts, MOST_AT_ONCE):
+            for batch in _batches(starts, MAX_AT_ONCE):
                 begins = or_(*(records.c.key.between(key, key + "g") for key in batch))
                 for row in connection.execute(select(records).where(begins)):
                     if record := self._read(record_of, row, machines[row.fingerprint_id]):
@@ -310,8 +310,8 @@ class Store:
             )
 
     def _row_of_key(self, key: str) -> tuple[Marked, Row[Any]]:
-        if len(key) < LEAST_PREFIX or set(key) - set("0123456789abcdef"):
-            raise InputError(f"key {key[:70]!r}: write at least {LEAST_PREFIX} of its hexadecimal digits, as shown")
+        if len(key) < MIN_PREFIX or set(key) - set("0123456789abcdef"):
+            raise InputError(f"key {key[:70]!r}: write at least {MIN_PREFIX} of its hexadecimal digits, as shown")
         rows: list[tuple[Marked, Row[Any]]] = []
         with self._database.reading() as connection:
             for kind in (OPERATIONS, RUNS):

@@ -9,7 +9,7 @@ from autoplan.frameworks.common.options import show
 from autoplan.frameworks.common.shell_words import is_open
 
 MAX_ABOVE = 6  # folders above a script in which the file is looked for that it names
-MOST_BYTES = 2**20
+MAX_BYTES = 2**20
 
 
 def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
@@ -19,5 +19,5 @@ def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
         return None
     for place in (folder, *folder.absolute().parents[:MAX_ABOVE]):
         if is_file(place / path):
-            return read_text(place / path, most_bytes=MOST_BYTES), show(str(place / path))
+            return read_text(place / path, most_bytes=MAX_BYTES), show(str(place / path))
     return None

@@ -18,7 +18,7 @@ from autoplan.frameworks.common.options import Unknown
 
 MAX_BITS = 256  # of a whole number
 MAX_CHARACTERS = 2**20
-MOST_DEPTH = 50  # of functions that call one another
+MAX_DEPTH = 50  # of functions that call one another
 MAX_STEPS = 10**5  # of all functions together: each may call another twice
 MAX_NUMBER = 10**15  # that is computed with
 MAX_ITEMS = 10**5  # of a list
@@ -98,8 +98,8 @@ class Module:
 
     def call(self, name: str, words: Sequence[Any] = (), named: Mapping[str, Any] | None = None) -> Any:
         """Return the result of a function, following its last assignments and the branches that hold."""
-        if self.depth >= MOST_DEPTH:
-            raise InputError(f"functions call one another more than {MOST_DEPTH} deep")
+        if self.depth >= MAX_DEPTH:
+            raise InputError(f"functions call one another more than {MAX_DEPTH} deep")
         self.depth += 1
         signature = self.functions[name].args
         places = [*signature.posonlyargs, *signature.args]

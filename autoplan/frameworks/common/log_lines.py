@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-MOST_LINE_BYTES = 2**16  # of a line; the rest of a longer one is passed over
+MAX_LINE_BYTES = 2**16  # of a line; the rest of a longer one is passed over
 
 _ENDS = re.compile(rb"[\r\n]+")  # a bar of tqdm returns to the start of its line
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")
@@ -41,7 +41,7 @@ class LineSplitter:
             self._unfinished, self._is_cut = b"", False
         if not self._is_cut:
             self._unfinished += pieces[-1]
-            if len(self._unfinished) > MOST_LINE_BYTES:
+            if len(self._unfinished) > MAX_LINE_BYTES:
                 lines.append(self._unfinished)
                 self._unfinished, self._is_cut = b"", True
         return [text for line in lines if (text := cleaned_line(line))]
@@ -54,7 +54,7 @@ class LineSplitter:
 
 def cleaned_line(line: bytes) -> str:
     """A line as text, without colours and control characters; a tab is a space."""
-    text = _ESCAPES.sub("", line[:MOST_LINE_BYTES].decode("utf-8", errors="replace").replace("\t", " "))
+    text = _ESCAPES.sub("", line[:MAX_LINE_BYTES].decode("utf-8", errors="replace").replace("\t", " "))
     if not text.isprintable():
         text = "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")
     return text.rstrip()

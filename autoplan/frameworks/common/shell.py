@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.shell_tokens import ASSIGNMENT, MOST_DEPTH, NAME, Token, tokens_of
+from autoplan.frameworks.common.shell_tokens import ASSIGNMENT, MAX_DEPTH, NAME, Token, tokens_of
 from autoplan.frameworks.common.shell_words import MAX_CHARACTERS, Value, Variables, is_number, is_open
 
 _LIST = ("&&", "||")
@@ -76,8 +76,8 @@ class _State:
         self.size = 0
 
     def run(self, text: str, depth: int) -> None:
-        if depth > MOST_DEPTH:
-            raise InputError(f"a script is nested more than {MOST_DEPTH} deep")
+        if depth > MAX_DEPTH:
+            raise InputError(f"a script is nested more than {MAX_DEPTH} deep")
         tokens = tokens_of(text)
         at = 0
         while at < len(tokens):
@@ -85,8 +85,8 @@ class _State:
 
     def _block(self, tokens: list[Token], at: int, ends: tuple[str, ...], runs: bool, depth: int) -> int:
         """Reads statements up to one of the words in `ends`; where it stands comes back."""
-        if depth > MOST_DEPTH:
-            raise InputError(f"a script is nested more than {MOST_DEPTH} deep")
+        if depth > MAX_DEPTH:
+            raise InputError(f"a script is nested more than {MAX_DEPTH} deep")
         goes_on = True
         while at < len(tokens):
             token = tokens[at]

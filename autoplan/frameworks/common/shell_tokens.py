@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoplan.base.errors import InputError
 
-MOST_DEPTH = 25  # of what is nested in one another
+MAX_DEPTH = 25  # of what is nested in one another
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ASSIGNMENT = re.compile(rf"({NAME})(?:\[(\d+)\])?(\+?)=", re.ASCII)
 _OPERATORS = (
@@ -44,8 +44,8 @@ class Token:
 
 def end_of(text: str, at: int, depth: int = 0) -> int:
     """Return the position behind the quoted part or expansion that begins at `at`."""
-    if depth > MOST_DEPTH:
-        raise InputError(f"a shell word is nested more than {MOST_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise InputError(f"a shell word is nested more than {MAX_DEPTH} deep")
     first, second = text[at], text[at + 1 : at + 2]
     if first == "\\":
         return min(at + 2, len(text))

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.shell_tokens import MOST_DEPTH, NAME, end_of
+from autoplan.frameworks.common.shell_tokens import MAX_DEPTH, NAME, end_of
 
 MAX_CHARACTERS = 2**20  # of a word, and of all commands together
 
@@ -67,8 +67,8 @@ class Variables:
 
     def _parts(self, raw: str, unset: str | None, depth: int = 0) -> Iterator[tuple[str | list[str], bool]]:
         """Return (text, or the items of an array; whether it is quoted) of every piece of a word."""
-        if depth > MOST_DEPTH:
-            raise InputError(f"a shell word is nested more than {MOST_DEPTH} deep")
+        if depth > MAX_DEPTH:
+            raise InputError(f"a shell word is nested more than {MAX_DEPTH} deep")
         at = 0
         while at < len(raw):
             stop = match.end() if (match := _UNQUOTED.match(raw, at)) else end_of(raw, at)

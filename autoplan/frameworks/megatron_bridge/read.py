@@ -90,7 +90,7 @@ _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
 _MADE = ("model", "mixed_precision", "comm_overlap", "model.transformer_layer_spec")
 _ACTIVATION = "model.activation_func"
 _TRAINS = ("pretrain", "finetune", "distill")  # functions that take a configuration
-MOST_DEPTH = 20
+MAX_DEPTH = 20
 _PYTHON = re.compile(r"^(\s*(import|from)\s+megatron|def \w+\(|from __future__)", re.MULTILINE)
 # Sections whose fields affect neither time nor memory, except for the fields listed above.
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
@@ -240,7 +240,7 @@ def _add_base(root: Built, recipe: _Recipe) -> None:
 
 def _add_settings(built: Built, path: str, recipe: _Recipe) -> None:
     """Add the attributes of an object to the recipe's settings, by their paths."""
-    if path.count(".") > MOST_DEPTH:
+    if path.count(".") > MAX_DEPTH:
         raise InputError("the recipe puts objects into one another without an end")
     for key, value in built.named.items():
         place = f"{path}{key}"

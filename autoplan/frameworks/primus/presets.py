@@ -11,8 +11,8 @@ from autoplan.frameworks.common.launch import LaunchContext
 from autoplan.frameworks.common.options import parse_yaml
 
 _CONFIGS = Path("primus") / "configs"
-MOST_BYTES = 2**18
-MOST_DEPTH = 20
+MAX_BYTES = 2**18
+MAX_DEPTH = 20
 
 
 def configs_folder(context: LaunchContext) -> Path | None:
@@ -25,11 +25,11 @@ def configs_folder(context: LaunchContext) -> Path | None:
 def preset(folder: Path, kind: str, name: str, depth: int = 0) -> dict[str, Any] | None:
     """Return the arguments of a preset merged over those that it extends; None if there is no such file."""
     path = (folder / kind / "megatron" / name).resolve()
-    if depth > MOST_DEPTH:
+    if depth > MAX_DEPTH:
         raise InputError(f"{path}: presets extend one another without an end")
     if not path.is_relative_to(folder.resolve()) or not is_file(path):
         return None
-    table = parse_yaml(read_text(path, most_bytes=MOST_BYTES) or "{}", str(path))
+    table = parse_yaml(read_text(path, most_bytes=MAX_BYTES) or "{}", str(path))
     extended = table.pop("extends", None) or []
     merged: dict[str, Any] = {}
     for base_name in [extended] if isinstance(extended, str) else extended:

@@ -20,7 +20,7 @@ from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec
 
 MAX_CHARACTERS = 2**20
-MOST_DEPTH = 20
+MAX_DEPTH = 20
 
 _VARIABLE = re.compile(r"\$\{([^:{}]+)(?::([^}]*))?\}")
 _PLAIN = re.compile(r"\.ya?ml$")
@@ -113,8 +113,8 @@ def _inside(table: Any, key: str) -> dict[str, Any]:
 
 def _expanded(value: Any, variables: dict[str, str], depth: int = 0) -> Any:
     """Return a value with `${NAME:default}` replaced; as in Primus, results like numbers or switches are converted."""
-    if depth > MOST_DEPTH:
-        raise InputError(f"a value is nested more than {MOST_DEPTH} deep")
+    if depth > MAX_DEPTH:
+        raise InputError(f"a value is nested more than {MAX_DEPTH} deep")
     if isinstance(value, list):
         return [_expanded(item, variables, depth + 1) for item in value]
     if not isinstance(value, str):

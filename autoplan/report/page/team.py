@@ -24,7 +24,7 @@ COMPARED_COLUMNS = (("device", False), ("shapes", True), ("usually", True), ("at
 SLOW_COLUMNS = (("host", False), ("device", False), ("index", True), ("what", False), ("day", False))
 SERVED_COLUMNS = (("source", False), ("shapes", True))
 MISSING_COLUMNS = (("not measured", False), ("shapes", True))
-MOST_HOSTS = 4  # named per machine
+MAX_HOSTS = 4  # named per machine
 
 
 def team_page(team: TeamOverview) -> str:
@@ -74,8 +74,8 @@ def _machine_cells(machine: MachineRecords, today: str) -> Sequence[str]:
     def total(name: str) -> str:
         return f"{sum(getattr(operation, name) for operation in machine.operations):,}"
 
-    hosts = ", ".join(machine.hosts[:MOST_HOSTS])
-    more = len(machine.hosts) - MOST_HOSTS
+    hosts = ", ".join(machine.hosts[:MAX_HOSTS])
+    more = len(machine.hosts) - MAX_HOSTS
     return (
         *(machine.machine, f"{hosts} and {more:,} more" if more > 0 else hosts, ", ".join(machine.authors)),
         *(total(name) for name in ("records", "settled", "approved", "hidden")),

@@ -13,7 +13,7 @@ from autoplan.report.terminal import MIN_SHOWN_S, term_name
 from autoplan.spec.estimate import PlacedStage, StageCost
 from autoplan.spec.terms import OTHER_RANKS, UPDATE_TERMS
 
-MOST_ROWS = 20  # rows of the usual height
+MAX_ROWS = 20  # rows of the usual height
 
 # Kinds of time with their colours and terms.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -130,7 +130,7 @@ def alike(stages: Iterable[PlacedStage], of: Callable[[StageCost], object]) -> l
 
 def dense(rows: Sequence[object]) -> str:
     """Return the style of a table with this many rows."""
-    return "dense" if len(rows) > MOST_ROWS else ""
+    return "dense" if len(rows) > MAX_ROWS else ""
 
 
 def stage_name(stages: Sequence[PlacedStage]) -> str:
