@@ -156,7 +156,7 @@ def twin_table(groups: Groups) -> Iterator[str]:
         lost: list[tuple[float, float]] = []
         for group in runs.values():
             twins = list(_twins(group))
-            ratios += [max(one[1] / other[1], other[1] / one[1]) for one, other in twins]
+            ratios += [max(run[1] / twin[1], twin[1] / run[1]) for run, twin in twins]
             if len(twins) >= MIN_TWINS:
                 # What is said of a plan by its twin and by the prediction, and its step.
                 said = [(twin[1], *own) for pair in twins for own, twin in (pair, pair[::-1])]

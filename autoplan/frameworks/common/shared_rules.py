@@ -151,6 +151,15 @@ def stages_last(why: str) -> Rule:
     )
 
 
+def gathers_ahead(why: str) -> Rule:
+    """Return the rule that a plan with sharded states gathers parameters ahead; `why` ends what is said of others."""
+    return Rule(
+        source=SOURCE,
+        holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
+        text=lambda s, p: f"param_gather_overlap off: {why}",
+    )
+
+
 FSDP2_OVERLAPS = (
     Rule(
         source=SOURCE,

@@ -11,9 +11,8 @@ from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
-from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.frameworks.common.rules import check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, gathers_ahead, only
 from autoplan.frameworks.maxtext.options import (
     ACCUMULATION,
     ATTENTION,
@@ -65,11 +64,7 @@ _DOCUMENTS = 32  # per sequence, as in its own files for GPUs (configs/gpu/model
 
 LIMITS = (
     only("grad_reduce_overlap", True, why="XLA's scheduler overlaps what it can"),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
-        text=lambda s, p: "param_gather_overlap off: XLA's scheduler overlaps what it can",
-    ),
+    gathers_ahead("XLA's scheduler overlaps what it can"),
     only("tp_overlap", False, why="leave it out"),
     USUAL_RANK_ORDER,
 )

@@ -18,30 +18,44 @@ CANONICAL = {
 }
 
 
+def refused_of_fused(finetuning: FineTuning) -> str:
+    """Describe what a target with LoRA and DoRA on fused matrices alone cannot express; empty if it can express all."""
+    weights = _refused_weights(finetuning)
+    return weights if weights or _is_fused(finetuning) else _adapters_on(finetuning, FUSED)
+
+
 def refused(finetuning: FineTuning) -> str:
     """Describe what Megatron-Bridge cannot express of a fine-tuning; empty if it can express all of it."""
-    if finetuning.frozen or finetuning.saved_modules:
-        ends = (*finetuning.frozen, *finetuning.saved_modules)
+    weights = _refused_weights(finetuning)
+    names = FUSED if finetuning.dora else (*FUSED, *CANONICAL)
+    return weights if weights or _has_names(finetuning) else _adapters_on(finetuning, names)
+
+
+def _refused_weights(finetuning: FineTuning) -> str:
+    """Describe frozen or quantised weights that Megatron-Core's layers cannot hold; empty if there are none."""
+    if ends := (*finetuning.frozen, *finetuning.saved_modules):
         return f"{' and '.join(ends)} apart from other weights"
-    if finetuning.quantization != "none":
-        return f"frozen weights in {finetuning.quantization}"
-    if not _has_names(finetuning):
-        names = FUSED if finetuning.dora else (*FUSED, *CANONICAL)
-        return f"adapters on {', '.join(finetuning.targets)} (it takes {', '.join(names)})"
-    return ""
+    return "" if finetuning.quantization == "none" else f"frozen weights in {finetuning.quantization}"
+
+
+def _adapters_on(finetuning: FineTuning, names: tuple[str, ...]) -> str:
+    return f"adapters on {', '.join(finetuning.targets)} (it takes {', '.join(names)})"
+
+
+def _is_fused(finetuning: FineTuning) -> bool:
+    return set(finetuning.targets) <= set(FUSED)
 
 
 def _has_names(finetuning: FineTuning) -> bool:
     targets = set(finetuning.targets)
-    return targets <= set(FUSED) or (not finetuning.dora and (targets <= set(CANONICAL) or targets == {ALL_LINEAR}))
+    return _is_fused(finetuning) or (not finetuning.dora and (targets <= set(CANONICAL) or targets == {ALL_LINEAR}))
 
 
 def peft_lines(finetuning: FineTuning) -> tuple[str, ...]:
     """(import, assignment) of the adapters in a recipe."""
-    is_fused = set(finetuning.targets) <= set(FUSED)
     kind, module = ("DoRA", "dora") if finetuning.dora else ("LoRA", "lora")
     names = list(finetuning.targets)
-    if not is_fused:
+    if not _is_fused(finetuning):
         kind, module = "CanonicalLoRA", "canonical_lora"
         names = list(CANONICAL.values()) if names == [ALL_LINEAR] else [CANONICAL[name] for name in names]
     rank = finetuning.rank or 0

@@ -12,7 +12,7 @@ from autoplan.frameworks.common.rules import Rule, all_true, check_limits
 from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
-from autoplan.frameworks.megatron_bridge.tuning import FUSED
+from autoplan.frameworks.megatron_bridge.tuning import refused_of_fused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
@@ -200,16 +200,7 @@ def _refusals_of_model(model: ModelSpec) -> tuple[tuple[bool, str], ...]:
 
 def _refused_tuning(finetuning: FineTuning) -> str:
     """Describe what the target cannot express of a fine-tuning; empty if it can express all of it."""
-    ends = (*finetuning.frozen, *finetuning.saved_modules)
-    if ends:
-        return f"{' and '.join(ends)} apart from other weights"
-    if finetuning.quantization != "none":
-        return f"frozen weights in {finetuning.quantization}"
-    if finetuning.dora:
-        return "DoRA"
-    if not set(finetuning.targets) <= set(FUSED):
-        return f"adapters on {', '.join(finetuning.targets)} (it takes {', '.join(FUSED)})"
-    return ""
+    return refused_of_fused(finetuning) or ("DoRA" if finetuning.dora else "")
 
 
 TARGET = Target(

@@ -13,9 +13,8 @@ from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
-from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.frameworks.common.rules import check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, gathers_ahead, only
 from autoplan.frameworks.nanotron.options import (
     ACCUMULATION,
     DTYPE,
@@ -32,7 +31,6 @@ from autoplan.frameworks.nanotron.options import (
     ZERO_STAGES,
 )
 from autoplan.frameworks.nanotron.rules import RULES
-from autoplan.spec.enums import Sharding
 from autoplan.spec.model import Block, Experts
 from autoplan.spec.plan_file import PlanFile
 
@@ -107,11 +105,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 LIMITS = (
     only("grad_reduce_overlap", True, why="it has no switch for it"),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
-        text=lambda s, p: "param_gather_overlap off: it has no switch for it",
-    ),
+    gathers_ahead("it has no switch for it"),
     only("ep_overlap", False, why="leave it out"),
     USUAL_RANK_ORDER,
 )

@@ -18,7 +18,7 @@ from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.common.shared_rules import only, stages_last
+from autoplan.frameworks.common.shared_rules import gathers_ahead, only, stages_last
 from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.torchtitan.families import builder_of, family_of, write_sizes
 from autoplan.frameworks.torchtitan.options import (
@@ -33,7 +33,7 @@ from autoplan.frameworks.torchtitan.options import (
     write_parallelism,
 )
 from autoplan.frameworks.torchtitan.rules import RULES
-from autoplan.spec.enums import Fp8Scaling, Precision, Sharding
+from autoplan.spec.enums import Fp8Scaling, Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
@@ -92,16 +92,8 @@ def job(plan_file: PlanFile, version: str) -> Job:
 _LIMITS_OF_ALL = (
     stages_last("it numbers stages last, leave it out"),
     only("ep_overlap", False, why="it overlaps expert traffic in no schedule that is priced here"),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.grad_reduce_overlap,
-        text=lambda s, p: "grad_reduce_overlap = false: FSDP2 always overlaps the reduction",
-    ),
-    Rule(
-        source=SOURCE,
-        holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
-        text=lambda s, p: "param_gather_overlap = false: FSDP2 always gathers ahead",
-    ),
+    only("grad_reduce_overlap", True, why="FSDP2 always overlaps the reduction"),
+    gathers_ahead("FSDP2 always gathers ahead"),
     Rule(
         source=SOURCE,
         holds=lambda s, b: (b.precision != Precision.NVFP4.code) | (s.model.moe is None),

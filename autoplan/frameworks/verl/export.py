@@ -12,7 +12,7 @@ from autoplan.frameworks.common.rules import Rule, check_limits
 from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
-from autoplan.frameworks.megatron_bridge.tuning import FUSED
+from autoplan.frameworks.megatron_bridge.tuning import refused_of_fused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
@@ -28,7 +28,6 @@ from autoplan.frameworks.verl.options import (
     place_of,
 )
 from autoplan.spec.enums import CudaGraphs, GradType, MainWeights, MomentType, Offload, Precision, Sharding
-from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.plan_file import PlanFile
 
 NAME = "verl"
@@ -158,23 +157,11 @@ def _check(plan_file: PlanFile) -> None:
         raise InputError(f"{NAME} cannot express {refusal}")
 
 
-def _refused_tuning(finetuning: FineTuning) -> str:
-    """Describe what the target cannot express of a fine-tuning; empty if it can express all of it."""
-    ends = (*finetuning.frozen, *finetuning.saved_modules)
-    if ends:
-        return f"{' and '.join(ends)} apart from other weights"
-    if finetuning.quantization != "none":
-        return f"frozen weights in {finetuning.quantization}"
-    if not set(finetuning.targets) <= set(FUSED):
-        return f"adapters on {', '.join(finetuning.targets)} (it takes {', '.join(FUSED)})"
-    return ""
-
-
 TARGET = Target(
     name=NAME,
     title=NAME,
     rules=("megatron-lm", "unknown"),
     job=job,
     limits=(*RULES, *OF_MEGATRON, *LIMITS),
-    refused_tuning=_refused_tuning,
+    refused_tuning=refused_of_fused,
 )
