@@ -402,6 +402,19 @@ def test_samples_of_mlperf_may_be_tokens() -> None:
     assert (run.step_s, run.num_steps) == ((2.0,), 3)
 
 
+def test_step_times_that_mlperf_states_count_alone() -> None:
+    # Of Cisco's llama31_8b on 64 devices (training_results_v5.1): the batch is 64, `step` is the number of samples.
+    lines = [mlperf("global_batch_size", 1_000, 64), mlperf("max_sequence_length", 1_000, 8192)]
+    lines += [mlperf("block_start", 1_000, samples_count=0)]
+    for step, step_s in enumerate((4.069, 1.223, 0.712, 0.710, 0.714), start=1):
+        stats = {"train_step_time": step_s, "reduced_train_loss": 12.5 - step}
+        lines.append(mlperf("tracked_stats", 1_000, stats, step=64.0 * step))
+    lines += [mlperf("tracked_stats", 9_000, {"throughput": 86.3}, step=320)]
+    lines += [mlperf("block_stop", 90_000, samples_count=320)]
+    run = read(lines, batch=Batch(num_sequences=64, seq_len=8192, num_devices=64))
+    assert (run.step_s, run.num_steps, run.losses[-1]) == ((0.712, 0.710, 0.714), 3, 7.5)
+
+
 @pytest.mark.parametrize("form", ["{slowest:.2f}", "({fastest:.2f}, {slowest:.2f})"])
 def test_timers_of_megatron_tell_parts_of_a_step(form: str) -> None:
     parts = {"forward-backward": 1.5, "all-grads-sync": 0.25, "optimizer": 0.5}
@@ -413,7 +426,21 @@ def test_timers_of_megatron_tell_parts_of_a_step(form: str) -> None:
             lines.append(f"    {(name + ' ').ljust(48, '.')}: {times}")
     run = read(lines)
     assert run.step_s == (2.1, 2.1, 2.1)
-    assert run.timers_s == pytest.approx(parts)
+    assert {name: times_s["most"] for name, times_s in run.timers_s.items()} == pytest.approx(parts)
+    leasts = {name: times_s["least"] for name, times_s in run.timers_s.items() if "least" in times_s}
+    assert leasts == pytest.approx({name: 0.9 * seconds for name, seconds in parts.items()} if "(" in form else {})
+
+
+def test_timers_of_megatron_tell_every_rank_its_own() -> None:
+    lines = []
+    for at in range(1, 6):
+        lines += [megatron(at, 2.1), "times across ranks (ms):", "  model-and-optimizer-setup:", "     rank  0: 900.00"]
+        lines += ["  forward-backward:", "     rank  0: 1500.00", f"     rank  1: {1600 + at}.00", "  optimizer:"]
+        lines += ["     rank  0: 20.50", "     rank  1: 20.25", "iteration", "     rank  2: 1.00"]
+    assert read(lines).timers_s == {
+        "forward-backward": {"rank 0": 1.5, "rank 1": pytest.approx(1.603)},
+        "optimizer": {"rank 0": pytest.approx(0.0205), "rank 1": pytest.approx(0.02025)},
+    }
 
 
 def test_parts_that_timers_tell_stand_beside_the_prediction_and_add_up(tmp_path: Path) -> None:
@@ -426,4 +453,7 @@ def test_parts_that_timers_tell_stand_beside_the_prediction_and_add_up(tmp_path:
     result = json.loads(shown.stdout)
     assert [term["measured_s"] for term in result["terms"]] == pytest.approx([1.25, 0.25, 0.5, 0.1])
     assert sum(term["predicted_s"] for term in result["terms"]) == pytest.approx(result["predicted_step_s"])
-    assert "all-grads-sync       250.0 ms   11.9 %" in run(tmp_path, "read", "run.txt").stdout
+    assert "all-grads-sync           250.0 ms   11.9 %" in run(tmp_path, "read", "run.txt").stdout
+    ranks = ["times across ranks (ms):", "  optimizer:", "     rank  0: 510.00", "     rank  1: 490.00"]
+    (tmp_path / "ranks.txt").write_text("\n".join([*(megatron(at, 2.1) for at in range(1, 6)), *ranks]))
+    assert "optimizer  490.0 ms  510.0 ms   24.3 %  rank 0" in run(tmp_path, "read", "ranks.txt").stdout

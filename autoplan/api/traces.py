@@ -159,8 +159,8 @@ def read_log(paths: Sequence[str | Path], *, plan: str | Path | None = None, db:
 
 
 def _timed(run: LoggedRun, terms_s: Mapping[str, float]) -> Iterator[ComparedTerm]:
-    """Yield the parts of a step that timers tell, which add up to it."""
-    timers_s = run.timers_s
+    """Yield the parts of a step that timers tell, on the slowest rank of each, which add up to it."""
+    timers_s = {name: max(times_s.values()) for name, times_s in run.timers_s.items()}
     if "forward-backward" not in timers_s or "optimizer" not in timers_s:
         return
     reduce_s = timers_s.get("all-grads-sync", 0.0)

@@ -34,6 +34,7 @@ MAX_BYTES = 2**32  # read from a log, after decompression
 _CHUNK = 2**20
 _GZIP = b"\x1f\x8b"
 _MAX_TIMES = 100_000  # the newest times kept per source, since a log may be endless
+_MAX_TIMERS = 1_000  # the newest times kept per timer and rank
 _MAX_LABELS = 100_000
 _NEAR = 64  # times of the recent past that a slower rank may still correct
 _BAR_FORGETS = 10  # steps after which the first one has 3 % of the weight in tqdm's moving average (newest: .3)
@@ -71,7 +72,8 @@ class LoggedRun:
     losses: tuple[float, ...] = ()
     allocated_bytes: float | None = None  # highest peak of the reporting ranks
     reserved_bytes: float | None = None
-    timers_s: Mapping[str, float] = field(default_factory=dict)  # medians of parts of a step, which may overlap
+    # Medians of parts of a step, which may overlap, by rank, or the least and the most of all ranks.
+    timers_s: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def median_s(self) -> float:
@@ -125,7 +127,7 @@ class _Dialect:
     losses: deque[float] = field(default_factory=lambda: deque(maxlen=_MAX_TIMES))
     allocated_bytes: float | None = None
     reserved_bytes: float | None = None
-    timers: dict[str, deque[float]] = field(default_factory=dict)
+    timers: dict[str, dict[str, deque[float]]] = field(default_factory=dict)  # by name and rank
 
 
 class LogReader:
@@ -185,7 +187,10 @@ class LogReader:
             losses=tuple(dialect.losses),
             allocated_bytes=dialect.allocated_bytes,
             reserved_bytes=dialect.reserved_bytes,
-            timers_s={name: float(median(times)) for name, times in dialect.timers.items()},
+            timers_s={
+                name: {whose: float(median(times)) for whose, times in times_of.items()}
+                for name, times_of in dialect.timers.items()
+            },
         )
 
     def _best(self) -> tuple[_Dialect, Source, list[_Time]] | None:
@@ -241,8 +246,9 @@ class LogReader:
         for name in ("allocated_bytes", "reserved_bytes"):
             if (peak := getattr(content, name)) is not None:
                 setattr(dialect, name, max(peak, getattr(dialect, name) or 0.0))
-        for name, seconds in content.timers:
-            dialect.timers.setdefault(name, deque(maxlen=_MAX_TIMES)).append(seconds)
+        for name, whose, seconds in content.timers:
+            times_of = dialect.timers.setdefault(name, {})
+            times_of.setdefault(whose, deque(maxlen=_MAX_TIMERS)).append(seconds)
         if content.pause:
             for item in self._dialects:  # the Trainer and DeepSpeed write to the same log
                 for series in item.series.values():

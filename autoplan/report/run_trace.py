@@ -44,15 +44,20 @@ def print_ranks(console: Console, headline: str, rows: Sequence[Row], steps_s: S
     print_table(console, columns, cells, keep=3)
 
 
-def print_timers(console: Console, headline: str, timers_s: Mapping[str, float], step_s: float) -> None:
-    """Print the timers of a log, in seconds and as shares of a step; timers may be nested."""
+def print_timers(console: Console, headline: str, timers_s: Mapping[str, Mapping[str, float]], step_s: float) -> None:
+    """Print the timers of a log by rank, in seconds and as shares of a step; timers may be nested."""
     print_part(console, escape(headline))
-    if timers_s:
-        console.print()
-        cells = [
-            (escape(name), format_seconds(time_s), format_percent(time_s / step_s)) for name, time_s in timers_s.items()
-        ]
-        print_table(console, [("timer, slowest rank", False), ("time", True), ("of step", True)], cells, keep=3)
+    if not timers_s:
+        return
+    console.print()
+    cells = []
+    for name, times_s in timers_s.items():
+        whose, most_s = max(times_s.items(), key=lambda item: item[1])
+        least = format_seconds(min(times_s.values())) if len(times_s) > 1 else ""
+        is_rank = whose.startswith("rank")
+        cells.append((escape(name), least, format_seconds(most_s), format_percent(most_s / step_s), whose * is_rank))
+    titles = [("timer", False), ("least", True), ("most", True), ("of step", True), ("slowest", False)]
+    print_table(console, titles, cells, keep=4)
 
 
 def print_compared(

@@ -83,6 +83,7 @@ Source = Literal["stated", "tokens", "samples", "moments", "bar", "timers", "who
 Pause = Literal["evaluation", "checkpoint"]
 
 MAX_STEP_S = 1e6
+LEAST, MOST = "least", "most"  # times of a part of a step on the fastest and the slowest rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +103,8 @@ class LineContent:
     allocated_bytes: float | None = None  # at the peak
     reserved_bytes: float | None = None
     pause: Pause | None = None
-    timers: tuple[tuple[str, float], ...] = ()  # parts of the last steps, in seconds of one on its slowest rank
+    # (part of the last steps, rank or `LEAST` or `MOST` of all ranks, seconds of a step)
+    timers: tuple[tuple[str, str, float], ...] = ()
 
 
 # Reads one line of a framework's log, and may remember those before; None where it is not one of the framework.

@@ -7,15 +7,17 @@ Megatron-DeepSpeed adds the current sequence length of its curriculum.  The time
 its timer, `interval-time` in `train`, is stopped during evaluation and checkpointing.
 Memory: `report_memory` in megatron/training/utils/common_utils.py, in MiB.  Evaluation:
 `evaluate_and_print_results`; checkpoints: `save_checkpoint` in megatron/training/checkpointing.py.  Timers, means per
-step since the last line if `--timing-log-option` is max or minmax: `Timers` in megatron/core/timers.py at 00caa53.
+step since the last line, over the ranks or of each (`--timing-log-option`): `Timers` in megatron/core/timers.py at
+00caa53.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from autoplan.base.units import MIB
-from autoplan.frameworks.common.log_lines import LineContent, LogFormat, number, quantity
+from autoplan.frameworks.common.log_lines import LEAST, MOST, LineContent, LogFormat, number, quantity
 
 _STEP = re.compile(r"\biteration\s{1,12}(\d{1,12})/\s{0,12}\d{1,12} \|")
 _TIME = re.compile(r"elapsed time per iteration \((m?s)\): {1,12}([0-9.eE+-]{1,30})")
@@ -24,12 +26,36 @@ _LENGTH = re.compile(r"\b(?:curriculum|actual) seqlen: {1,12}(\d{1,12})\b")
 _LOSS = re.compile(r"\blm loss: {1,12}([0-9.eE+-]{1,30})")
 _MEMORY = re.compile(r"memory \(MB\) \|.{0,60}max allocated: ([0-9.]{1,30}) \|.{0,60}max reserved: ([0-9.]{1,30})")
 
-_TIMER = re.compile(r" {1,12}([a-z/-]{1,60}) \.{2,48}: (?:\([0-9.]{1,20}, )?([0-9.]{1,20})\)?")
+_TIMER = re.compile(r" {1,12}([a-z/-]{1,60}) \.{2,48}: (?:\(([0-9.]{1,20}), )?([0-9.]{1,20})\)?")
+_TIMER_OF_RANKS = re.compile(r" {1,4}([a-z/-]{1,60}):")
+_RANK = re.compile(r" {1,12}rank {1,6}(\d{1,7}): ([0-9.]{1,20})")
 _OUTSIDE_A_STEP = ("setup", "checkpoint", "evaluate", "interval", "startup")
 
 
-def read(line: str) -> LineContent | None:
-    """Parse a line of the log; None if it is not a line of Megatron-LM."""
+class _Reader:
+    """Parser of the lines of one log."""
+
+    def __init__(self) -> None:
+        self._timer = ""  # whose times of all ranks follow
+
+    def read(self, line: str) -> LineContent | None:
+        """Parse a line of the log; None if it is not a line of Megatron-LM."""
+        if self._timer and (rank := _RANK.fullmatch(line)):
+            return _timers(self._timer, {f"rank {rank[1]}": rank[2]})
+        timer = _TIMER_OF_RANKS.fullmatch(line)
+        self._timer = timer[1] if timer else ""
+        return _content(line)
+
+
+def _timers(name: str, times_ms: Mapping[str, str | None]) -> LineContent | None:
+    """Return the times of a part of a step; None if it is of another part of the run."""
+    if any(word in name for word in _OUTSIDE_A_STEP):
+        return None
+    found = ((name, whose, quantity(time_ms, 1e-3)) for whose, time_ms in times_ms.items())
+    return LineContent(timers=tuple((name, whose, time_s) for name, whose, time_s in found if time_s))
+
+
+def _content(line: str) -> LineContent | None:
     if "elapsed time per iteration" in line:
         step, time = _STEP.search(line), _TIME.search(line)
         step_s = quantity(time[2], 1e-3 if time[1] == "ms" else 1.0) if time else None
@@ -45,9 +71,8 @@ def read(line: str) -> LineContent | None:
         )
     if "memory (MB)" in line and (memory := _MEMORY.search(line)):
         return LineContent(allocated_bytes=quantity(memory[1], MIB), reserved_bytes=quantity(memory[2], MIB))
-    if " .." in line and (timer := _TIMER.fullmatch(line)) and (timer_s := quantity(timer[2], 1e-3)):
-        is_of_a_step = not any(word in timer[1] for word in _OUTSIDE_A_STEP)
-        return LineContent(timers=((timer[1], timer_s),)) if is_of_a_step else None
+    if " .." in line and (timer := _TIMER.fullmatch(line)):
+        return _timers(timer[1], {LEAST: timer[2], MOST: timer[3]})
     if "validation loss at" in line:
         return LineContent(pause="evaluation")
     if "saving checkpoint at iteration" in line or "successfully saved checkpoint" in line:
@@ -56,5 +81,7 @@ def read(line: str) -> LineContent | None:
 
 
 LOG = LogFormat(
-    name="Megatron-LM", looked_for="iteration N/M | ... | elapsed time per iteration (ms): T", make_reader=lambda: read
+    name="Megatron-LM",
+    looked_for="iteration N/M | ... | elapsed time per iteration (ms): T",
+    make_reader=lambda: _Reader().read,
 )

@@ -2,6 +2,9 @@
 
 As in mlcommons/training_results_v4.0 (NVIDIA: GPT-3, Llama-2-70B with LoRA) and in Primus: training runs in blocks
 between evaluations, whose metadata contain the number of samples.  A sample is a sequence, for GPT-3 a token.
+
+Some submissions of mlcommons/training_results_v5.1 state times of steps in `tracked_stats`, which then count alone.
+Their `throughput` says the same as the block that it ends.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ class _Reader:
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
         self._since: tuple[float, float] | None = None  # (moment in seconds, samples so far) of a line of this block
+        self._stated = 0.0  # samples so far of the last stated step; 0: none is stated
 
     def read(self, line: str) -> LineContent | None:
         """Parse a line of the log; None if it is not a line of MLPerf."""
@@ -31,14 +35,35 @@ class _Reader:
             return None
         if key in _SIZES and (size := quantity(str(value))):
             self._sizes[key] = round(size)
+        metadata = event.get("metadata")
+        if key == "tracked_stats":
+            return self._stated_step(value, metadata)
         loss = quantity(str(value)) if key == "train_loss" else None
-        samples = _samples(event.get("metadata"), ends=key == "block_stop")
-        if samples is None or key not in ("block_start", "train_loss", "block_stop"):
+        samples = _samples(metadata, ends=key == "block_stop")
+        if self._stated or samples is None or key not in ("block_start", "train_loss", "block_stop"):
             return LineContent(loss=loss)
         before, self._since = self._since, None if key == "block_stop" else (moment_s, samples)
         if key == "block_start" or before is None:
             return LineContent(loss=loss)
         return self._timed(moment_s - before[0], samples, samples - before[1], loss)
+
+    def _stated_step(self, value: object, metadata: object) -> LineContent | None:
+        """Return the time of a step in the statistics of a run; its number is that of samples, except for some."""
+        stated = value if isinstance(value, dict) else {}
+        counted, batch = metadata if isinstance(metadata, dict) else {}, self._sizes.get("global_batch_size")
+        step_s = quantity(str(stated.get("train_step_time")))
+        samples = quantity(str(counted.get("samples_count", counted.get("step"))))
+        if step_s is None or samples is None or not batch:
+            return None
+        is_next = samples > self._stated and samples % batch == 0
+        self._stated = max(samples, self._stated)
+        return LineContent(
+            step=round(samples / batch) if is_next else None,
+            num_sequences=batch,
+            seq_len=self._sizes.get("max_sequence_length"),
+            times=(("stated", step_s),),
+            loss=quantity(str(stated.get("reduced_train_loss"))),
+        )
 
     def _timed(self, seconds: float, samples: float, new_samples: float, loss: float | None) -> LineContent:
         """Return the mean step time over the new samples."""
