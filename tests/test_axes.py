@@ -202,6 +202,7 @@ def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
             "fp8_scaling",
             "narrow_params",
             "fp8_attention",
+            "fp8_activation_input",
             "dropout",
             "main_weights",
             "moment_dtype",

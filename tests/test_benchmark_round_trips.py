@@ -123,6 +123,7 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
     },
     "narrow_params": {word: ({"precision": "fp8", "narrow_params": word == "on"},) for word in ("off", "on")},
     "fp8_attention": {word: ({"precision": "fp8", "fp8_attention": word == "on"},) for word in ("off", "on")},
+    "fp8_activation_input": {word: ({"fp8_activation_input": word == "on"},) for word in ("off", "on")},
     "main_weights": {
         word: ({"main_weights": word}, {"main_weights": word, "moment_dtype": "bf16"}) for word in MainWeights
     },

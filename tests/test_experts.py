@@ -21,9 +21,9 @@ from autoplan.cost.collectives.expert_parallel import (
 from autoplan.cost.kernels.attention import NARROW_ATTENTION_TIME
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import BIAS_PER_EXPERT
-from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
+from autoplan.cost.kernels.memory_bound import KERNEL_START_S, OP_BY_OP_SHARE, memory_bound_s, traffic_of
 from autoplan.cost.kernels.products import gemm_pace, gemm_rate, matrices_s
-from autoplan.cost.kernels.sizes import expert_tokens
+from autoplan.cost.kernels.sizes import expert_tokens, norm_tokens, rank_tokens
 from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.common.header import header
@@ -251,6 +251,20 @@ def test_attention_within_a_window_has_short_rows_and_in_eight_bits_no_window_ba
     )
     assert narrow[0] < whole[0]
     assert narrow[1] == pytest.approx(whole[1])
+
+
+def test_storing_inputs_of_swiglu_in_8_bits_casts_them_in_both_passes() -> None:
+    """16 bits of gate and up and 8 bits of both, per token of an expert and element of its width."""
+    moe, batch = PROBLEM.model.moe, batch_of(fp8_activation_input=True)
+    assert moe is not None
+    whole, narrow = (traffic_of(PROBLEM, case, Block.MOE) for case in (batch_of(), batch))
+    for name, traffic in narrow.items():
+        share = PROBLEM.device.memory_efficiency / OP_BY_OP_SHARE["hopper"]
+        width = norm_tokens(PROBLEM, batch)[0] * moe.experts_per_token * moe.expert_ffn_size
+        width += rank_tokens(PROBLEM, batch)[0] * moe.shared_expert_ffn_size / batch.tp[0]
+        cast = share * 2 * (2 + 1) * width if name == "stored_cast" else 0.0
+        for before, after in zip(whole[name], traffic, strict=True):
+            assert after[0] - before[0] == pytest.approx(cast)
 
 
 def test_biases_of_experts_are_kernels_of_each() -> None:

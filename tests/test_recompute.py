@@ -154,6 +154,24 @@ def test_the_last_layer_of_a_chunk_is_alive_again_only_where_it_is_repeated() ->
     assert transients("full:4") == transients("full") > transients("none")
 
 
+def test_inputs_of_swiglu_in_8_bits_keep_half_but_where_a_checkpoint_keeps_them() -> None:
+    """Gate and up of the dense layer (2 f), of two experts a token and of the shared one, a byte less each."""
+    problem = problem_of(LATENT)
+
+    def kept(recompute: str, *, in_8_bits: bool) -> float:
+        plan = dataclasses.replace(plan_of(recompute), fp8_activation_input=in_8_bits)
+        return stage_costs(problem, plan)[0].memory_terms_bytes["activations"]
+
+    dense, experts, shared = 2 * 128, 3 * 2 * 2 * 32, 3 * 2 * 48
+    for recompute, saved in (
+        ("none", dense + experts + shared),
+        ("moe_act", dense + shared),
+        ("mlp", experts + shared),
+    ):
+        whole, narrow = (kept(recompute, in_8_bits=in_8_bits) for in_8_bits in (False, True))
+        assert whole - narrow == pytest.approx(TOKENS * saved)
+
+
 @pytest.mark.parametrize(("precision", "size"), [("fp8", 1.0), ("mxfp8", 33 / 32), ("nvfp4", 9 / 16)])
 def test_narrow_gemms_keep_their_inputs_as_quantised(precision: Any, size: float) -> None:
     """Norm outputs 2 x 2 h and the MLP's activation 2 f in fewer bytes; a copy of the attention output 4 x 16 more."""

@@ -65,6 +65,7 @@ CORE_OPTIONS: tuple[Case, ...] = tuple(
         ("moment_dtype", "bf16"),
         ("narrow_params", True),
         ("fp8_attention", True),
+        ("fp8_activation_input", True),
         ("token_dropping", True),
         ("dropout", True),
         ("router_fusion", True),

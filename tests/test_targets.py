@@ -69,7 +69,15 @@ def test_gathers_that_wait_are_refused_where_a_target_cannot_be_told(tmp_path: P
         exported(waiting, to, "torchrun")
 
 
-OPTIONS = ("cuda_graphs", "grad_dtype", "narrow_params", "fp8_attention", "main_weights", "moment_dtype")
+OPTIONS = (
+    "fp8_attention",
+    "fp8_activation_input",
+    "cuda_graphs",
+    "grad_dtype",
+    "narrow_params",
+    "main_weights",
+    "moment_dtype",
+)
 CHANGED = [(axis.name, value) for axis in AXES if axis.name in OPTIONS for value in axis.searched]
 TUNINGS = (
     FineTuning(rank=8),

@@ -129,6 +129,7 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
         "dropout": row.option("dropout", bool(problem.framework.choice("dropout")) or keeps_dropout),
         "narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params"))),
         "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
+        "fp8_activation_input": row.option("fp8_activation_input", False),
     }
     if (named := row.options().get("fp8_recipe", "")) in tuple(Fp8Scaling):
         chosen["fp8_scaling"] = Fp8Scaling(named)

@@ -32,6 +32,7 @@ READ_OPTIONS = {
     "dropout",
     "ep_overlap",
     "finetune",
+    "fp8_activation_input",
     "fp8_attention",
     "fp8_params",
     "grad_reduce_overlap",

@@ -126,6 +126,7 @@ class ParallelPlan:
     fp8_scaling: Fp8Scaling = Fp8Scaling.TENSORWISE
     narrow_params: bool = False
     fp8_attention: bool = False
+    fp8_activation_input: bool = False
     token_dropping: bool = False
     dropout: bool = False
     router_fusion: bool = False
@@ -340,6 +341,7 @@ class PlanBatch(Rows):
     fp8_scaling: Ints
     narrow_params: Bools
     fp8_attention: Bools
+    fp8_activation_input: Bools
     token_dropping: Bools
     dropout: Bools
     router_fusion: Bools

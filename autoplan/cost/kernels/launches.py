@@ -77,6 +77,7 @@ REPEATED: dict[Block, dict[RecomputeModule, int | float]] = {
     },
 }
 UP_PROJECTIONS = 3
+STORED_CAST = Launches(1, 1)  # to 8 bits and back
 
 
 def extra_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
@@ -89,6 +90,8 @@ def extra_launches_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         parts = [(LATENT_ATTENTION, np.ones(len(batch))), (LATENT_ROPE, unfused)]
     if problem.training.finetuning is not None:
         parts += _adapter_parts(problem, batch, block)
+    if block in (Block.MLP, Block.MOE):
+        parts.append((STORED_CAST, np.where(batch.fp8_activation_input, LIGHT, 0.0)))
     each_s = _each_s(problem, batch, block)
     return Pass(
         add_up(launches.forward * count * each_s for launches, count in parts) + 0.0 * each_s,

@@ -66,6 +66,9 @@ LARGEST_BYTES = 2.0  # one more read if the 8-bit scale comes from the tensor it
 # TEGroupedMLP._apply_bias, which a single graph of all launches cannot contain.
 EXPERT_LIMIT_BYTES = (16.0, 20.0)
 EXPERT_BIAS_BYTES = (28.0, 40.0)
+# Casts of SwiGLU's input to 8 bits and back by kernels of torch, as bytes of each pass per token and element of the
+# MLP's width: gate and up in 16 and in 8 bits (core/fusions/fused_bias_swiglu.py, SwiGLUFunction).
+STORED_CAST_BYTES = 6.0
 # Share of the memory bandwidth that torch kernels reach, eager or compiled: forward RMSNorms of 64 to 268 MB .65-.87
 # on H200, .47-.76 on GB200 and GB300, where cuDNN's reach .69-.80 and .73-.81 (NVIDIA/cudnn-frontend 3929da2,
 # benchmark/norms/results).
@@ -155,15 +158,18 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
         moved["convolution"] = Traffic(16.0 * width, 28.0 * width)
     else:
         read, backward_read = _activation_bytes(problem)
-        width = tokens * _ffn_size(problem, block) / batch.tp
+        width = all_widths = tokens * _ffn_size(problem, block) / batch.tp
         moved["activation"] = Traffic(read * width, backward_read * width)
         if block is Block.MOE and model.moe:
             moe = model.moe
             width = sliced * moe.experts_per_token * moe.expert_ffn_size
+            all_widths = all_widths + width
             moved["expert_activation"] = Traffic(read * width, backward_read * width)
             permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # both ways
             moved["permute"] = Traffic(2 * permute, 2 * permute)
             moved |= _op_by_op_traffic(problem, batch, sliced * moe.experts_per_token)
+        cast = STORED_CAST_BYTES * all_widths * batch.fp8_activation_input
+        moved["stored_cast"] = Traffic(cast, cast)
     pieces = max((len(matrix_pieces(problem, linear)) for linear in block_shapes(model)[block].linears), default=1)
     if pieces > 1:  # each produces a gradient of the block's whole input, which are summed
         moved["input_gradients"] = Traffic(0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
@@ -172,7 +178,7 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
     slower = problem.device.memory_efficiency / OP_BY_OP_SHARE.get(
         problem.device.generation, problem.device.memory_efficiency
     )
-    factors |= dict.fromkeys(factors.keys() & {"expert_limits", "expert_biases"}, slower)
+    factors |= dict.fromkeys(factors.keys() & {"expert_limits", "expert_biases", "stored_cast"}, slower)
     if "permute" in factors:
         # In one kernel of the dispatcher, or in several.
         factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, framework.kernels.kernel_bytes_factor)

@@ -28,6 +28,7 @@ KERNEL_AXES = (
     "grad_dtype",
     "fp8_scaling",
     "fp8_attention",
+    "fp8_activation_input",
     "main_weights",
     "wide_adapters",
     "token_dropping",

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, add_up
+from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS
 from autoplan.cost.kernels.linears import ADDED, BlockShape
-from autoplan.cost.kernels.memory_bound import memory_bound_s
+from autoplan.cost.kernels.memory_bound import STORED_CAST_BYTES, memory_bound_s
 from autoplan.cost.kernels.sizes import (
     NARROW_BYTES,
     encoder_tokens,
@@ -263,22 +263,26 @@ def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floa
     return element + np.where(copy < element, copy, 0.0)
 
 
-def _bytes_per_width(problem: Problem, batch: PlanBatch, *, keeps_input: bool = True) -> Floats:
+def _bytes_per_width(
+    problem: Problem, batch: PlanBatch, *, keeps_input: bool = True, is_checkpointed: Bools | bool = False
+) -> Floats:
     """Bytes of fc1's output (gate and up) and of fc2's input; an eager SwiGLU also stores the gated half.
 
-    fc2's input is stored for the gradient of its weights or adapter, `keeps_input`.
+    fc2's input is stored for the gradient of its weights or adapter, `keeps_input`.  A checkpoint of the activation
+    stores its input as it is, whatever the activation would store.
     """
     gated = 2 if problem.framework.kernels.fused_activation else 3
-    return (gated if problem.model.gated_mlp else 1) * problem.training.element_bytes + keeps_input * input_bytes(
-        problem, batch
-    )
+    element = problem.training.element_bytes
+    stored = np.where(batch.fp8_activation_input & ~np.asarray(is_checkpointed), NARROW_BYTES["fp8"], element)
+    return (gated if problem.model.gated_mlp else 1) * stored + keeps_input * input_bytes(problem, batch)
 
 
 def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     """Bytes by part of router, permuted inputs, experts and shared expert."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
-    width, narrow = _bytes_per_width(problem, batch), input_bytes(problem, batch)
+    is_checkpointed = batch.repeats(RecomputeModule.MOE_ACT)
+    width, narrow = _bytes_per_width(problem, batch, is_checkpointed=is_checkpointed), input_bytes(problem, batch)
     routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs = narrow * routed * (moe.latent_size or model.hidden_size)
@@ -392,6 +396,7 @@ def _module_s(
     if module == "moe_act" and problem.model.moe:
         moe = problem.model.moe
         routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
-        moved = _bytes_per_width(problem, batch) * routed * moe.expert_ffn_size / batch.etp
-        return memory_bound_s(problem, problem.framework.kernels.kernel_bytes_factor * moved)
+        width = routed * moe.expert_ffn_size / batch.etp
+        moved = problem.framework.kernels.kernel_bytes_factor * _bytes_per_width(problem, batch, is_checkpointed=True)
+        return memory_bound_s(problem, (moved + STORED_CAST_BYTES * batch.fp8_activation_input) * width)
     return add_up(time for name, time in kernels.matrix_forward_s.items() if name in LINEARS_OF[module])

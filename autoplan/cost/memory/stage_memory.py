@@ -80,6 +80,8 @@ def transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, rep
     element = problem.training.element_bytes
     transient = element * tokens * gate * widest_mlp(model) / batch.tp + element * tokens * model.hidden_size
     transient = transient + 3 * element * sliced * model.hidden_size
+    # The input of SwiGLU is 16 bits wide again where it was stored in 8.
+    transient = transient + 2 * element * tokens * widest_mlp(model) / batch.tp * batch.fp8_activation_input
     transient = np.maximum(transient, problem.framework.memory.transient_layers * repeat_bytes)
     buffers = problem.framework.memory.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
     # The head's hidden states count with the logits.

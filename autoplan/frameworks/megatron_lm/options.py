@@ -281,10 +281,11 @@ PLAN: tuple[Line, ...] = (
                                is_switch=True))),
     ),
     NARROW_PARAMS,
-    # Not a command-line option: Megatron-Bridge writes it in its precision settings.
+    # Not command-line options; Megatron-Bridge writes the first in its precision settings.
     (
         Special("fp8_dot_product_attention", lambda file: {}, _read_attention_type, is_switch=True,
                 names={BRIDGE: "mixed_precision."}),
+        switch("activation_func_fp8_input_store", "fp8_activation_input"),
     ),
     (
         Special("recompute_granularity", _write_recompute, _read_recompute,

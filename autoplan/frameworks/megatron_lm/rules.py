@@ -226,7 +226,15 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 # Options that few other frameworks have.
 EXTRAS = (
     *("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype"),
-    *("fp8_scaling", "fp8_attention", "token_dropping", "dropout", "router_fusion", "rope_fusion"),
+    *(
+        "fp8_scaling",
+        "fp8_attention",
+        "fp8_activation_input",
+        "token_dropping",
+        "dropout",
+        "router_fusion",
+        "rope_fusion",
+    ),
 )
 
 # For every schedule; Primus runs additional schedules on the same code (`primus`).
@@ -368,6 +376,11 @@ COMMON: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        source=f"{_CONFIG}:2467",
+        holds=lambda s, b: ~b.fp8_activation_input | (s.model.gated_mlp & (not s.model.clamped_activation)),
+        text=lambda s, p: f"fp8_activation_input needs SwiGLU, which {s.model.name} does not have: leave it out",
+    ),
+    Rule(
         source=f"{_CONFIG}:917",
         holds=lambda s, b: ~(b.token_dropping | b.router_fusion) | (s.model.moe is not None),
         text=lambda s, p: (
@@ -478,8 +491,9 @@ RULES: tuple[Rule, ...] = (
 
 # Options missing from its command line that a program with its own TransformerConfig can set.
 LIMITS: tuple[Rule, ...] = (
-    shared.only(
-        "fp8_attention", False, why="export for megatron-bridge, or plan without it", source=f"{_ARGUMENTS}:2333"
+    *(
+        shared.only(axis, False, why="export for megatron-bridge, or plan without it", source=f"{_ARGUMENTS}:{line}")
+        for axis, line in (("fp8_attention", 2333), ("fp8_activation_input", 2329))
     ),
 )
 
