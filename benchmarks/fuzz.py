@@ -82,6 +82,25 @@ PLANS = (
     ParallelPlan(global_batch=64, cp=2, cp_kind=ContextParallelKind.ALL_TO_ALL, dp_shard=4, sharding=Sharding.ZERO3),
     ParallelPlan(global_batch=64, ep=4, dp_shard=8),
 )
+# Lines of a step in the logs of frameworks: N is its number, S the samples so far, M the moment in milliseconds.
+STEP_LINES = (
+    " [2026-01-01 00:00:00] iteration {N:8d}/ 100 | consumed samples: {S:12d} |"
+    " elapsed time per iteration (ms): 812.5 | throughput per GPU (TFLOP/s/GPU): 401.2 |"
+    " global batch size:    64 | lm loss: 9.1E+00 |\n"
+    "    forward-backward ...............................: (700.12, 720.25)",
+    "[rank0]:[titan] 2026-01-01 00:00:{N:02d},000 - root - INFO - step: {N:2d}  loss:  7.1  memory: 40.1GiB(50.5%)"
+    "  tps: 7,000  tflops: 400.1  mfu: 40.5%",
+    "01/01/2026 00:00:00 [INFO|DP=0|PP=0|TP=0]: iteration: {N} / 100 | consumed_tokens: 786K |"
+    " elapsed_time_per_iteration_ms: 900 | tokens_per_sec: 290K | global_batch_size: 64 | lm_loss: 10",
+    "steps: {N} loss: 2.5000 iter time (s): 2.125 samples/sec: 30.118",
+    "[2026-01-01 12:19:04,123] [INFO] [timer.py:264:stop] epoch=0/micro_step={N}/global_step={N},"
+    " RunningAvgSamplesPerSec=30.0, CurrSamplesPerSec=31.5, MemAllocated=9.1GB, MaxMemAllocated=55.25GB",
+    "time (ms) | fwd: 300.00 | bwd: 600.00 | bwd_inner: 500.00 | bwd_allreduce: 100.00 | step: 100.00",
+    "\r {N}%|##        | {N}/100 [00:{N:02d}<01:30,  1.00s/it]{{'loss': 7.1, 'grad_norm': 1.5, 'epoch': 0.01}}",
+    ':::MLLOG {{"time_ms": {M}, "key": "global_batch_size", "value": 64}}\n'
+    ':::MLLOG {{"time_ms": {M}, "key": "block_stop", "value": null, "metadata": {{"samples_count": {S}}}}}\n'
+    ':::MLLOG {{"time_ms": {M}, "key": "block_start", "value": null, "metadata": {{"samples_count": {S}}}}}',
+)
 NASTY = (
     "", "0", "-1", "1e999", "-0.0", "nan", ".nan", ".inf", "1" * 5000, "0x" + "f" * 5000, "99999999999999999999",
     "4294967296", "1_000", "0o17", "true", "null", "~", "None", "auto", "[]", "{}", "[1, 2]", "{a: 1}", "''", '"', "'",
@@ -356,7 +375,11 @@ def file_subjects(scratch: Path) -> Iterator[Subject]:
     yield subject("nccl-tests log", [sample("nccl_tests.txt")], read_nccl_log)
     records = [Seed("records.jsonl", "\n".join(exchange_lines(scratch)))]
     yield subject("timing records", records, lambda path: add_records(path, scratch))
-    yield subject("log", [sample("training.log")], read_training_log)
+    logs = [
+        Seed("training.log", "\n".join(line.format(N=at, S=64 * at, M=900 * at) for at in range(1, 9)) + "\n")
+        for line in STEP_LINES
+    ]
+    yield subject("log", [*logs, sample("training.log")], read_training_log)
     jobs = shipped_seeds("jobs")
     yield subject("job template", jobs, lambda path: load_job_template(str(path)))
 
@@ -446,7 +469,7 @@ def _out_of_time(number: int, frame: FrameType | None) -> None:
 
 
 def fuzz(seconds: float, seed: int, only: str, folders: Sequence[Path], out: Path) -> int:
-    """Fuzz what reads files; return the number of files that went wrong, which are kept in `out`."""
+    """Fuzz what reads files for so many seconds of the processor; return the number of wrong files, kept in `out`."""
     signal.signal(signal.SIGPROF, _out_of_time)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     seeds, dice, guard = [*exports(), *examples(folders)], random.Random(seed), Guard()
@@ -455,8 +478,8 @@ def fuzz(seconds: float, seed: int, only: str, folders: Sequence[Path], out: Pat
         subjects = [subject for subject in found if only in subject.name]
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         slowest: dict[str, float] = defaultdict(float)
-        wrong, end = set[str](), time.monotonic() + seconds
-        while time.monotonic() < end:
+        wrong, end = set[str](), time.process_time() + seconds
+        while time.process_time() < end:
             subject = dice.choice(subjects)
             own = subject.seeds or seeds
             start = dice.choice(own if dice.random() < 0.95 else seeds)

@@ -447,6 +447,27 @@ def test_scripts_of_megatron_deepspeed_are_its_own() -> None:
     assert (plan.cp, plan.cp_kind, plan.dp, plan.sharding) == (4, "all_to_all", 4, "zero3")
 
 
+# The form of train/tr3-1B3-baseline/tr3b-760M.slurm of bigscience: what is echoed first is started from two variables.
+ECHOED = """
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1
+export LAUNCHER="python -u -m torch.distributed.launch --nproc_per_node 4 --nnodes 16 --master_addr $ADDR"
+export CMD=" `pwd`/pretrain_gpt.py --tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --num-layers 24 \\
+    --hidden-size 2048 --num-attention-heads 16 --seq-length 2048 --max-position-embeddings 2048 \\
+    --micro-batch-size 1 --global-batch-size 512 --bf16 --position-embedding-type alibi \\
+    --pad-vocab-size-to 250880 --glu-activation swiglu --deepspeed --zero-stage 1"
+echo $CMD
+srun --jobid $SLURM_JOBID bash -c '$LAUNCHER --node_rank $SLURM_PROCID $CMD' 2>&1 | tee main.log
+"""
+
+
+def test_a_command_that_is_echoed_is_not_the_one_that_starts() -> None:
+    launch = megatron_lm.READER.read(ECHOED, LaunchContext())
+    assert (launch.plan.num_devices, launch.plan.dp) == (64, 8)  # not the 16 tasks of Slurm
+    model = launch.model
+    assert (model.vocab_size, model.position_embedding, model.gated_mlp) == (250880, "alibi", True)
+
+
 def test_experts_of_megatron_deepspeed_are_not_taken_for_those_of_megatron() -> None:
     with pytest.raises(InputError, match="the experts of Megatron-DeepSpeed are not read"):
         megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 64"), LaunchContext())
@@ -459,6 +480,23 @@ def test_a_program_that_starts_recipes_is_none() -> None:
     text = 'import os\nENTRYPOINT_RECIPE = "run_recipe.py"\ndef main():\n    os.execv("python", [ENTRYPOINT_RECIPE])\n'
     with pytest.raises(InputError, match="no function of the file sets a configuration"):
         megatron_bridge.READER.read(text, LaunchContext(model=load_model("llama3-8b"), seq_len=4096, num_devices=8))
+
+
+def test_a_recipe_that_another_file_makes_is_not_one_of_defaults() -> None:
+    """scripts/performance/run_script.py of Megatron-Bridge."""
+    text = """from megatron.bridge.training.pretrain import pretrain
+def main():
+    recipe = get_perf_optimized_recipe(gpu="h100")
+    recipe.dist.distributed_timeout_minutes = 60
+    recipe.logger.log_interval = 1
+    {setting}
+    pretrain(config=recipe)
+"""
+    context = LaunchContext(model=load_model("llama3-8b"), num_devices=8)
+    with pytest.raises(InputError, match="no function of the file sets a configuration"):
+        megatron_bridge.READER.read(text.format(setting=""), context)
+    launch = megatron_bridge.READER.read(text.format(setting="recipe.train.global_batch_size = 64"), context)
+    assert "get_perf_optimized_recipe" in matters(launch)
 
 
 # As in examples/qwen2_5/run_mcore_qwen.sh of Pai-Megatron-Patch: arguments by place, and a program of its own.

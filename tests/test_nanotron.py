@@ -239,6 +239,10 @@ def test_the_person_wins_over_the_file() -> None:
         ({"parallelism.tp_recompute_allgather": False}, "parallelism.tp_recompute_allgather"),
         ({"model.model_config.z_loss_enabled": True}, "model.model_config.z_loss_enabled"),
         ({"model.model_config._attn_implementation": "flex_attention"}, "model.model_config._attn_implementation"),
+        (
+            {"model.model_config._attn_implementation": "llama3_ring_attention"},
+            "model.model_config._attn_implementation",
+        ),
         ({"optimizer.optimizer_factory.name": "sgd"}, "optimizer.optimizer_factory.name"),
     ],
 )

@@ -36,6 +36,7 @@ SAME = {
     "redirections": "start a >/dev/null 2>&1 </dev/null\nstart b | cat",
     "case of letters": "A=Bf16\nstart ${A,,} ${A^^}",
     "eval": 'A="start a"\neval "$A b"',
+    "declared": 'declare -a A=(a "b c")\nA+=(d)\nreadonly -a B=(e)\ndeclare -r C=f\nstart "${A[@]}" ${B[@]} $C',
     "exported": "export A=1 B='2 3'\nstart $A $B",
     "read of a here-document": "T=4\nread -r -d '' A <<END\n --tp $T\n --pp 2\nEND\nread B <<< x\nstart $A",
     "defaults by colon": ': "${A:=4}" ${B:=5}\nstart $A $B',
@@ -113,6 +114,15 @@ def test_what_cannot_be_decided_is_listed_and_neither_branch_is_read() -> None:
     script = read_script("if [ -f data ]; then start a; else start b; fi\nfor x in 1 2; do start $x; done")
     assert [command.words for command in script.commands] == [("start", "1")]
     assert script.open == ["if [ -f data ]", "for x (the first round is read)"]
+
+
+def test_what_is_compared_without_being_set_is_listed_and_maps_stay_as_they_are_written() -> None:
+    script = read_script(
+        'if [ "$1" = big ]; then start a; else start b; fi\ncase $2 in x) start x ;; *) start y ;; esac'
+    )
+    assert [command.words for command in script.commands] == [("start", "b"), ("start", "y")]
+    assert [line.partition(" (")[0] for line in script.open] == ['"$1" = big', "case $2"]
+    assert started("declare -A M=([k]=v)\nstart ${M[k]}") == [["${M[k]}"]]
 
 
 def test_here_documents_belong_to_their_command() -> None:

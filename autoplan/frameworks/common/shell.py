@@ -173,6 +173,8 @@ class _State:
 
     def _case(self, tokens: list[Token], at: int, runs: bool, depth: int) -> int:
         subject = self._variables.text(tokens[at].raw) if at < len(tokens) else ""
+        if is_open(subject):
+            self.open.append(f"case {subject[:60]} (read as none of those that are named)")
         at += 1
         has_matched = False
         while at < len(tokens) and tokens[at].raw in ("in", "\n"):
@@ -192,10 +194,13 @@ class _State:
 
     def _do(self, tokens: list[Token], depth: int) -> bool | None:
         """Carries out an assignment, notes a command; whether it succeeds, where that can be told."""
+        if tokens[0].raw in _DECLARES:  # its words are flags, names and assignments
+            is_map = any(re.fullmatch(r"-\w*A\w*", token.raw) for token in tokens)
+            for token in () if is_map else tokens:
+                self._set(token)
+            return True
         at = 0
-        while at < len(tokens) and (
-            tokens[at].kind == "array" or tokens[at].raw in _DECLARES or self._is_set(tokens[at])
-        ):
+        while at < len(tokens) and (tokens[at].kind == "array" or self._is_set(tokens[at])):
             self._set(tokens[at])
             at += 1
         tokens = tokens[at:]
@@ -293,10 +298,11 @@ class _State:
         left, sign, right = self._variables.text(words[0], unset=""), words[1], self._variables.text(words[2], unset="")
         if is_open(left) or is_open(right):
             return None
-        if sign in ("=", "=="):
-            return fnmatchcase(left, right) if raws[0] == "[[" else left == right
-        if sign == "!=":
-            return left != right
+        if sign in ("=", "==", "!="):
+            if any(is_open(self._variables.text(word)) for word in (words[0], words[2])):
+                self.open.append(f"{' '.join(words)[:60]} (what is not set is taken as empty)")
+            is_equal = fnmatchcase(left, right) if raws[0] == "[[" else left == right
+            return is_equal is (sign != "!=")
         numbers = {"-eq": "==", "-ne": "!=", "-gt": ">", "-ge": ">=", "-lt": "<", "-le": "<="}
         if sign in numbers and is_number(left) and is_number(right):
             a, b = int(left), int(right)

@@ -206,8 +206,16 @@ def _python(text: str, context: LaunchContext, recipe: _Recipe) -> None:
         for statement in module.unfollowed
         if not re.match(rf"\w+\.({'|'.join(_HARMLESS)})\.|({'|'.join(_TRAINS)})\(", statement.text)
     )
-    if not recipe.values:
+    if not any(map(_is_of_the_plan, recipe.values)):
         raise InputError("no function of the file sets a configuration to values that can be read without running it")
+
+
+def _is_of_the_plan(path: str) -> bool:
+    """Return whether a setting may be of the model, the training or the plan, and is no argument of a function."""
+    section, dot, _ = path.partition(".")
+    if not dot:
+        return path in _SHORT or path in _MADE
+    return path == "dataset.seq_length" or section not in (*_HARMLESS, "dist")
 
 
 def _sets(function: ast.FunctionDef) -> bool:
@@ -232,8 +240,9 @@ def _add_base(root: Built, recipe: _Recipe) -> None:
     name = root.name.rpartition(".")[2]
     if root.is_place and root.words:  # only running the file would show how it is built
         recipe.unread.append(Unread(option=root.words[0], value="", why=RUNNING))
-    if name.endswith("_config") and not root.is_place:
-        recipe.models.append(_stem(name))
+    if not (root.is_place or name[:1].isupper() or name == "_pretrain_common"):  # a function of another file
+        if name.endswith("_config"):
+            recipe.models.append(_stem(name))
         why = "a recipe of another file, whose settings are not read"
         recipe.unread.append(Unread(option=name, value="", why=why))
 

@@ -228,7 +228,8 @@ def _read_position_kind(reading: Reading) -> Fields:
     )
     if arguments.flag("use_rotary_position_embeddings"):
         kind = "rope"
-    kinds = {"rope": "rope", "yarn": "rope", "learned_absolute": "learned", "none": "none"}
+    rotary = dict.fromkeys(("rope", "yarn", "rotary"), "rope")  # "rotary" and "alibi": forks that use DeepSpeed
+    kinds = rotary | {"learned_absolute": "learned", "absolute": "learned", "alibi": "alibi", "none": "none"}
     if kind not in kinds:
         option = arguments.name("position_embedding_type")
         raise InputError(f"{option} {str(kind)[:30]!r} is not known: pass --model")

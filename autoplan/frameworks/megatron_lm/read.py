@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
@@ -127,6 +128,8 @@ def started(
     """Return the words before and after the last start of the program (None if absent), also from nested scripts."""
     start: tuple[tuple[str, ...], tuple[str, ...] | None] = ((), None)
     for command in script.commands:
+        if command.words[:1] in (("echo",), ("printf",)):
+            continue
         if (at := entry.position(command.words)) is not None:
             start = (command.words[: at + 1], command.words[at + 1 :])
         elif depth < 5 and (inner := _inner(command, entry)) is not None:
@@ -138,8 +141,9 @@ def started(
 
 
 def _inner(command: Command, entry: Entry) -> str | None:
-    for text in (*command.words, command.text):
-        if re.search(r"\s", text) and entry.may_be_in(text):
+    """Return the script in a command: a word after -c, or any text that may start the program."""
+    for before, text in pairwise(("", *command.words, command.text)):
+        if re.search(r"\s", text) and (entry.may_be_in(text) or re.fullmatch(r"-[a-z]*c", before)):
             return text
     return None
 

@@ -51,6 +51,10 @@ def translate(arguments: Options, *, has_model: bool) -> None:
     if arguments.has("normalization"):
         norms = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
         _means(arguments, "normalization")("normalization", arguments.word("normalization", norms))
+    if arguments.has("pad_vocab_size_to"):
+        _means(arguments, "pad_vocab_size_to")("padded_vocab_size", arguments.count("pad_vocab_size_to"))
+    if arguments.text("glu_activation") == "swiglu":
+        _means(arguments, "glu_activation")("swiglu", True)
     if arguments.has("num_experts") and arguments.value("num_experts") not in (1, [1]) and not has_model:
         raise InputError("the experts of Megatron-DeepSpeed are not read from their options: pass --model")
     if arguments.value("num_experts") == 1:

@@ -37,7 +37,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
 # Kernels of exact attention, with or without context parallelism.
-_FLASH = ("flash_attention_2", "sdpa", "ring", "ring_flash_triton", "llama3_ring_attention")
+_FLASH = ("flash_attention_2", "sdpa", "ring", "ring_flash_triton")
 
 
 def recognises(name: str, text: str) -> bool:
@@ -94,7 +94,8 @@ def _model(config: Options, name: str) -> ModelSpec:
     if num_layers > 10**4:
         raise InputError(f"model.model_config.num_hidden_layers must be at most 10000, got {num_layers}")
     if config.is_other("_attn_implementation", *_FLASH):
-        config.remark("_attn_implementation", "flash attention is priced")
+        is_gathered = config.value("_attn_implementation") == "llama3_ring_attention"
+        config.remark("_attn_implementation", f"{'ring' if is_gathered else 'flash'} attention is priced")
     for key, why in (
         ("_use_doc_masking", "attention over whole sequences is priced, not within documents"),
         ("z_loss_enabled", "the loss is priced without it"),
