@@ -30,6 +30,7 @@ from autoplan.profiler.store import store as store_module
 from autoplan.profiler.store.database import open_database
 from autoplan.spec.measurement import Match, Measurement
 from autoplan.spec.operations import Operation
+from autoplan.spec.timing import TimingTable
 from stores import GEMM, LAB, migrate_later, some_records
 
 
@@ -518,6 +519,49 @@ def test_many_timings_are_kept_until_a_record_or_a_mark_is_new(
     assert not looked_up()[1]
     looked_up(operations=["wgrad"])
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_only_work_with_news_is_chosen_anew(
+    store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_timings, "MAX_READ", 4)
+    monkeypatch.setattr(kept_timings, "MAX_NEWS", 1)
+    monkeypatch.setattr(kept_timings, "_folder", lambda: tmp_path / "cache")
+    store.add([GEMM, *some_records(0, 5), *(replace(GEMM, shape=(64 * at, 64, 64)) for at in range(1, 6))])
+    asked: list[int | None] = []
+    choose = kept_timings.choose_timings
+
+    def choosing(*args: Any) -> Any:
+        asked.append(len(args[4]) if len(args) > 4 else None)
+        return choose(*args)
+
+    def agreed() -> list[HostsApart]:
+        with monkeypatch.context() as patched, open_store(url, writable=False) as again:
+            patched.setattr(kept_timings, "choose_timings", choosing)
+            found, apart = again.timings(LAB), again.hosts_apart
+        with monkeypatch.context() as patched, open_store(url, writable=False) as again:
+            patched.setattr(kept_timings, "MAX_READ", 10**6)
+            whole = again.timings(LAB)
+            assert TimingTable.of(found).digest == TimingTable.of(whole).digest
+            assert {*map(str, found)} == {*map(str, whole)}
+            assert apart == again.hosts_apart
+        return apart
+
+    assert not agreed()
+    slow = replace(GEMM, host="node2", samples_s=(GEMM.seconds * 1.5,))
+    store.add([slow, replace(GEMM, shape=(7, 64, 64))])  # of shapes that are there, and not
+    assert len(agreed()) == 1
+    store.change([slow.key], hides=True, by="ada", reason="a slow node")
+    assert not agreed()
+    store.change([replace(GEMM, shape=(7, 64, 64)).key], hides=True, by="ada", reason="a slow node")
+    assert not agreed()  # the only record of its shape
+    other = replace(GEMM, fingerprint=replace(GEMM.fingerprint, torch="2.99.0"), shape=(9, 64, 64))
+    store.add([other])  # of a machine that was not there
+    assert not agreed()
+    assert asked == [None, 2, 1, 2, 1]
+    store.add(replace(GEMM, shape=(11, at, 64)) for at in range(1, 6))
+    assert not agreed()
+    assert asked[5:] == [None]
 
 
 # -- check

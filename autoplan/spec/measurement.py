@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from operator import attrgetter
 from typing import Any
@@ -71,6 +71,11 @@ class MeasuredTimes(Rows):
     matches: Ints
     is_burst: Bools
     is_disturbed: Bools
+
+    def and_others(self, others: MeasuredTimes) -> MeasuredTimes:
+        """Return these times and others of the same operation and type."""
+        names = [column.name for column in fields(self)]
+        return MeasuredTimes(**{name: np.concatenate([getattr(self, name), getattr(others, name)]) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

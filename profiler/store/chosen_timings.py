@@ -54,9 +54,15 @@ class ChosenTimings:
 
 
 def choose_timings(
-    connection: Connection, device: str, levels: Mapping[int, Match], operations: Collection[Operation] | None
+    connection: Connection,
+    device: str,
+    levels: Mapping[int, Match],
+    operations: Collection[Operation] | None,
+    work: Collection[Any] | None = None,
 ) -> ChosenTimings:
     """Select from the records of machines with a device; `levels` rate their similarity to the target machine.
+
+    Only from those of some operations, and of the same work as some rows, where these are given.
 
     The most similar machine wins, then the steadier mode of measurement.  Of its last `MAX_COMPARED` measurements the
     median counts, as machines have good and bad minutes; of imported ones the newest, then the fastest.  Only settled
@@ -70,6 +76,9 @@ def choose_timings(
     usable = [records.c.is_alone, ~is_hidden()]
     if operations is not None:
         usable.append(records.c.operation.in_(list(operations)))
+    if work is not None:  # the columns of an index
+        names = ("operation", "dtype", "work_hash")
+        usable += [records.c[name].in_({getattr(row, name) for row in work}) for name in names]
     for level in sorted(set(levels.values())):
         at_level = [number for number, level_of in levels.items() if level_of == level]
         nearer = [number for number, level_of in levels.items() if level_of < level]
@@ -142,7 +151,8 @@ def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[
     `usable` are conditions on records, independent of their status.
     Work measured by a machine of `nearer` is excluded before sorting, which removes most of a million records.
     """
-    settled = and_(records.c.status == "ok", *usable)
+    is_settled = records.c.status == "ok"
+    settled = and_(is_settled, *usable)
     measured = select(records.c.work_hash).where(
         records.c.fingerprint_id.in_(numbers), records.c.mode != "imported", settled
     )
@@ -151,7 +161,6 @@ def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[
         or_(records.c.status == "unstable", slowed),
         records.c.mode != "imported",
         records.c.work_hash.in_(measured),
-        *usable,
     )
     order: tuple[ColumnElement[Any], ...] = (
         case({mode: at for at, mode in enumerate(_PREFERRED_MODES)}, value=records.c.mode),
@@ -161,7 +170,9 @@ def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[
     )
     place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
     repeats = func.count().over(partition_by=records.c.work_hash).label("repeats")
-    query = select(records.c.id, place, repeats).where(records.c.fingerprint_id.in_(numbers), or_(settled, restless))
+    query = select(records.c.id, place, repeats).where(
+        records.c.fingerprint_id.in_(numbers), *usable, or_(is_settled, restless)
+    )
     if nearer:
         served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), settled)
         query = query.where(records.c.work_hash.not_in(served))
