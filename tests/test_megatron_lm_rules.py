@@ -96,6 +96,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
         4096,
     ),
     "8-bit attention": (DENSE, plan_of(fp8_attention=True), 4096),
+    "8-bit inputs of SwiGLU": (replace(DENSE, gated_mlp=False), plan_of(fp8_activation_input=True), 4096),
     "dropped tokens": (DENSE, plan_of(token_dropping=True), 4096),
     "dropped tokens and dispatcher": (
         MOE,
