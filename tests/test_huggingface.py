@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.base.files import read_table, shipped
 from autoplan.cost.kernels.arithmetic import count_parameters
+from autoplan.readers.config_keys import Keys, key_table
 from autoplan.readers.huggingface import model_types, read_huggingface
 from autoplan.readers.model import load_model
 from autoplan.spec.model import Block, ModelSpec
@@ -521,6 +522,41 @@ def test_what_a_class_assumes_is_refused_where_a_file_leaves_it_out() -> None:
     assert read_huggingface({**esm, "position_embedding_type": "rotary"}, "esm").bidirectional
     with pytest.raises(InputError, match="position_embedding_type = 'absolute' is not covered"):
         read_huggingface(esm, "esm")
+
+
+def test_every_entry_takes_over_from_entries_that_there_are() -> None:
+    table = key_table()
+    for section in ("types", "encoder_types", "families"):
+        for kind, entry in table[section].items():
+            bases = entry.get("like", "").split()
+            assert set(bases) <= {*table[section], *table["families"]}, kind
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("missing | width", 8),
+        ("2 * (width + missing) | 3", 3),
+        ("width // 3 * 2 - 1", 3),
+        ("width // none", 0),
+        ("sizes[1] * len(sizes) + outer.width", 17),
+        ("width if switch else 2 * width", 16),
+    ],
+)
+def test_expressions_of_keys_are_evaluated(expression: str, expected: int) -> None:
+    config = {"width": 8, "none": 0, "sizes": [3, 4, 5], "outer": {"width": 5}, "switch": False}
+    assert Keys(config=config, kind="test", rules={}).value("", "ffn_size", expression) == expected
+
+
+@pytest.mark.parametrize("kind", ["led", "bigbird_pegasus", "pegasus_x", "nllb-moe", "bart"])
+def test_an_encoder_has_sizes_that_differ_from_the_decoder(transformers: Any, kind: str) -> None:
+    sizes = {"encoder_layers": 4, "decoder_layers": 8, "encoder_attention_heads": 8, "encoder_ffn_dim": 512}
+    table = json.loads(json.dumps(transformers.AutoConfig.for_model(kind, **sizes).to_dict(), default=str))
+    if kind == "led":
+        table["attention_window"] = 256
+    encoder = read_huggingface(table, "config.json").encoder
+    assert encoder is not None
+    assert (encoder.layers.num_layers, encoder.layers.num_heads, encoder.layers.ffn_size) == (4, 8, 512)
 
 
 def test_nomic_files_of_both_spellings_are_read_alike() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import operator
+import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
@@ -23,7 +26,7 @@ from autoplan.spec.model import (
 
 MOST = 10**9  # limit of any count in a config.json
 ABSENT: Any = object()
-_PARTS: dict[str, type] = {
+PARTS: dict[str, type] = {
     "": ModelSpec,
     "mla": LatentAttention,
     "moe": Experts,
@@ -38,7 +41,41 @@ _PARTS: dict[str, type] = {
 @functools.cache
 def key_table() -> dict[str, Any]:
     """Return the meaning of the keys, by model_type."""
-    return read_table(shipped()["huggingface"])
+    table = read_table(shipped()["huggingface"])
+    also = {kind: {"like": base} for base, kinds in table.pop("same_as").items() for kind in kinds}
+    return {**table, "types": {**table["types"], **also}}
+
+
+def rules_of(section: str, kind: str) -> dict[str, Any]:
+    """Return what the keys of a type of `types` or `encoder_types` mean, with what it takes over from others."""
+    table = key_table()
+    own = table[section].get(kind) or table["families"].get(kind, {})
+    rules: dict[str, Any] = {}
+    for base in own.get("like", "").split():
+        rules = merged(rules, rules_of(section, base))
+    return merged(rules, {name: entry for name, entry in own.items() if name not in _NO_RULES})
+
+
+_NO_RULES = ("like", "in", "type", "within_text")
+
+
+def merged(rules: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return rules with others in place of theirs, table by table."""
+    both = {
+        name: merged(rules[name], entry)
+        for name, entry in own.items()
+        if isinstance(entry, dict) and isinstance(rules.get(name), dict)
+    }
+    return {**rules, **own, **both}
+
+
+def field_entries(rules: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of ModelSpec, with dots where nested, and what gives them."""
+    for name, entry in rules.items():
+        if not isinstance(entry, dict):
+            yield prefix + name, entry
+        elif prefix + name in PARTS:
+            yield from field_entries(entry, f"{prefix}{name}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,28 +122,29 @@ class Keys:
     def number(self, expression: str) -> int:
         """Evaluate an expression of keys and numbers; true counts as 1."""
         for look_up in (self.get, self.assumed):
-            for text in expression.split("|"):
-                value = computed(text.split(), int, lambda key, look_up=look_up: _as_number(look_up(key)))  # type: ignore[misc]
-                if value is not ABSENT:
-                    return int(value)
+            value = computed(expression, int, lambda key, look_up=look_up: _as_number(look_up(key)))  # type: ignore[misc]
+            if value is not ABSENT:
+                return int(value)
         raise InputError(f"{expression} is missing: {self.kind} models need it")
 
-    def value(self, part: str, inner: str, expression: str) -> Any:
-        """Return the value of a field, or `ABSENT` for its default; the file takes precedence over class defaults."""
-        field = next(inner_field for inner_field in fields(_PARTS[part]) if inner_field.name == inner)
-        hint = typing.get_type_hints(_PARTS[part])[inner]
-        choices = self.rules.get("choices", {}).get(inner)
-        if isinstance(choices, dict):
-            return self.chosen(expression, choices)
-        kind = bool if choices else typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
-        alternatives = [text.split() for text in expression.split("|")]
+    def value(self, part: str, inner: str, entry: Any) -> Any:
+        """Return the value of a field, or `ABSENT` for its default; the file takes precedence over class defaults.
+
+        `entry` is the value itself, or an expression of keys.
+        """
+        hint, has_default = _hints(PARTS[part])[inner]
+        if not isinstance(entry, str) or entry in typing.get_args(hint):
+            return entry
+        if choices := self.rules.get("choices", {}).get(inner):
+            return self.chosen(entry, choices)
+        kind = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
         for look_up in (self.get, self.assumed):
-            for terms in alternatives:
-                if (value := computed(terms, kind, look_up)) is not ABSENT:
-                    return choices[value] if choices else value
-        if field.default is MISSING or inner == "ffn_size":
-            key = next(term for term in alternatives[0] if not term.isdigit())
-            raise InputError(f"{key} is {'null' if self.get(key) is None else 'missing'}: {self.kind} models need it")
+            if (value := computed(entry, kind, look_up)) is not ABSENT:
+                return value
+        if not has_default or inner == "ffn_size":
+            names = [re.findall(r"[a-z_][\w.]*", alternative)[0] for alternative in entry.split("|")]
+            lacks = "null" if any(self.get(name) is None for name in names) else "missing"
+            raise InputError(f"{' or '.join(dict.fromkeys(names))} is {lacks}: {self.kind} models need it")
         return ABSENT
 
     def chosen(self, key: str, choices: dict[str, Any]) -> Any:
@@ -127,6 +165,13 @@ class Keys:
         return value
 
 
+@functools.cache
+def _hints(part: type) -> dict[str, tuple[Any, bool]]:
+    """Return the type of each field, and whether it has a default."""
+    hints = typing.get_type_hints(part)
+    return {field.name: (hints[field.name], field.default is not MISSING) for field in fields(part)}
+
+
 def show(value: Any) -> str:
     """Return a value for a message, truncated."""
     text = repr(value)
@@ -137,28 +182,49 @@ def _as_number(value: Any) -> Any:
     return int(value) if isinstance(value, bool) else value
 
 
-def computed(terms: list[str], kind: type, look_up: Callable[[str], Any]) -> Any:
-    """Evaluate a key, or sums of products and quotients of keys and numbers; `ABSENT` if a key has no value."""
-    values = [_summed(term.split("+"), kind, look_up) for term in terms[::2]]
-    if any(value is ABSENT for value in values):
-        return ABSENT
-    total, product = 0, values[0]
-    for operator, value in zip(terms[1::2], values[1:], strict=True):
-        if operator == "*":
-            product *= value
-        elif operator == "//":
-            product = product // value if value else 0
-        else:
-            total, product = total + product, value if operator == "+" else -value
-    return total + product if len(values) > 1 else product
+@functools.cache
+def _parsed(expression: str) -> ast.expr:
+    return ast.parse(expression.strip(), mode="eval").body
 
 
-def _summed(keys: list[str], kind: type, look_up: Callable[[str], Any]) -> Any:
-    """Return the value of a key or number, or the sum of several."""
-    values = [int(key) if key.isdigit() else typed(key, look_up(key), kind) for key in keys]
-    if len(values) == 1 or any(value is ABSENT for value in values):
-        return values[0] if len(values) == 1 else ABSENT
-    return sum(values)
+def computed(expression: str, kind: type, look_up: Callable[[str], Any]) -> Any:
+    """Evaluate an expression of keys in the syntax of Python; `ABSENT` if a key has no value."""
+    return _evaluated(_parsed(expression), kind, look_up)
+
+
+def _evaluated(node: ast.expr, kind: type, look_up: Callable[[str], Any]) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.BinOp(op=ast.BitOr()):  # the first that is given
+            first = _evaluated(node.left, kind, look_up)
+            return _evaluated(node.right, kind, look_up) if first is ABSENT else first
+        case ast.BinOp():
+            left, right = (_evaluated(side, kind, look_up) for side in (node.left, node.right))
+            return ABSENT if left is ABSENT or right is ABSENT else _OPERATORS[type(node.op)](left, right)
+        case ast.UnaryOp(op=ast.Not()):
+            value = _evaluated(node.operand, bool, look_up)
+            return ABSENT if value is ABSENT else not value
+        case ast.IfExp():
+            test = _evaluated(node.test, bool, look_up)
+            return ABSENT if test is ABSENT else _evaluated(node.body if test else node.orelse, kind, look_up)
+        case ast.Call():
+            return typed(ast.unparse(node), look_up(f"{_key(node.args[0])}.#"), kind)
+        case _:
+            return typed(_key(node), look_up(_key(node)), kind)
+
+
+_OPERATORS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: lambda value, divisor: value // divisor if divisor else 0,
+}
+
+
+def _key(node: ast.expr) -> str:
+    """Return the key that a name, an attribute or an entry of a list stands for."""
+    return ast.unparse(node).replace("[", ".").replace("]", "")
 
 
 def typed(key: str, value: Any, kind: type) -> Any:

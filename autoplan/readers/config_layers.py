@@ -15,7 +15,7 @@ def layer_pattern(keys: Keys) -> str:
         return _paired_pattern(keys, keys.rules["hybrid"])
     listed = keys.get("layers_block_type")
     if listed is ABSENT or listed is None:
-        text = keys.value("", "layer_pattern", keys.rules["keys"]["layer_pattern"])
+        text = keys.value("", "layer_pattern", keys.rules["layer_pattern"])
         if text is ABSENT or not text:
             raise InputError("hybrid_override_pattern or layers_block_type is missing or empty")
         return str(text)
@@ -25,7 +25,7 @@ def layer_pattern(keys: Keys) -> str:
 
 def _paired_pattern(keys: Keys, rule: dict[str, str]) -> str:
     """Return the layer pattern of layers with Mamba or attention, followed by a feed-forward block or none."""
-    num_layers = keys.value("", "num_layers", keys.rules.get("keys", {}).get("num_layers", "num_hidden_layers"))
+    num_layers = keys.value("", "num_layers", keys.rules.get("num_layers", "num_hidden_layers"))
     if "unit" in rule:
         return rule["unit"] * num_layers
     symbols: dict[str, str] = key_table()["symbols"]
@@ -65,7 +65,9 @@ def windows(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
     """
     num_layers = sizes["num_layers"]
     rule = keys.rules.get("window")
-    if not rule or ("switch" in rule and typed(rule["switch"], keys.assumed(rule["switch"]), bool) is not True):
+    if not isinstance(rule, dict) or (
+        "switch" in rule and typed(rule["switch"], keys.assumed(rule["switch"]), bool) is not True
+    ):
         return {}
     size = typed(rule["size"], keys.assumed(rule["size"]), int) if rule.get("size") else 0
     if size is ABSENT or not num_layers:

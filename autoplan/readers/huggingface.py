@@ -10,7 +10,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.base.names import close_names
 from autoplan.cost.kernels.arithmetic import encoder_parameters
-from autoplan.readers.config_keys import ABSENT, Keys, key_table, show, typed
+from autoplan.readers.config_keys import ABSENT, Keys, field_entries, key_table, merged, rules_of, show, typed
 from autoplan.readers.config_layers import expert_layers, layer_pattern, windows
 from autoplan.readers.vision import AROUND, Sizes, described
 from autoplan.spec.model import ModelSpec
@@ -22,8 +22,7 @@ _TEXT = "ForCausalLM"  # suffix of classes without an encoder
 
 def model_types() -> tuple[str, ...]:
     """Return the model_types that can be read."""
-    data = key_table()
-    return tuple(sorted({*data["types"], *data["same_keys"]}))
+    return tuple(sorted(key_table()["types"]))
 
 
 def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
@@ -33,7 +32,7 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
         fields = _spec_fields(Keys(config=_by_layers(config), kind=kind, rules=_rules(kind)))
         if fields.get("cross_attention") and _is_decoder_alone(table):
             fields = _without_encoder(fields) | _rules(kind).get("alone", {})
-        is_pair = fields.get("cross_attention") and "encoder" in _rules(kind)
+        is_pair = fields.get("cross_attention") and "source" in _rules(kind)
         encoder = _source_encoder(table, kind) if is_pair else _encoder(table, fields)
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
@@ -122,8 +121,7 @@ def _encoder_of(table: dict[str, Any], config: Any, text: dict[str, Any], *, is_
         return None
     kind = known[kind]
     config = {**config, "model_type": kind, "outer": table, "text_hidden": text["hidden_size"]}
-    rules = _encoder_rules(kind)
-    rules["keys"] = {"vocab_size": "", **rules.get("keys", {})}
+    rules = {"vocab_size": "", **rules_of("encoder_types", kind)}
     try:
         keys = Keys(config=config, kind=kind, rules=rules)
         fields = _spec_fields(keys)
@@ -137,33 +135,14 @@ def _encoder_of(table: dict[str, Any], config: Any, text: dict[str, Any], *, is_
     return {"layers": fields | more, **beside}
 
 
-def _encoder_rules(kind: str | None) -> dict[str, Any]:
-    """Return the meaning of the keys of an encoder type, which may be based on another one."""
-    rules = key_table()["encoder_types"].get(kind)
-    if rules is None:
-        return {}
-    return _with(_encoder_rules(rules.get("like")), {part: own for part, own in rules.items() if isinstance(own, dict)})
-
-
 def _rules(kind: str) -> dict[str, Any]:
-    """Return the meaning of the keys of a model_type, which may extend the keys of another one."""
-    types = key_table()["types"]
-    own: dict[str, Any] = types.get(kind, {})
-    same = key_table()["same_keys"].get(kind)
-    return own if same is None else _with(types[same], own)
-
-
-def _with(rules: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return rules extended by those of a type or encoder; its own key takes precedence over inherited settings."""
-    fixed = {field: value for field, value in rules.get("set", {}).items() if not own.get("keys", {}).get(field)}
-    rules = {**rules, "set": fixed}
-    return {**rules, **{part: {**rules.get(part, {}), **entries} for part, entries in own.items()}}
+    return rules_of("types", kind)
 
 
 def _source_encoder(table: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the `Encoder` fields of an encoder-decoder, by default those of the decoder."""
     rules = _rules(kind)
-    fields = _spec_fields(Keys(config=_stack(table, "encoder"), kind=kind, rules=_with(rules, rules["encoder"])))
+    fields = _spec_fields(Keys(config=_stack(table, "encoder"), kind=kind, rules=merged(rules, rules["source"])))
     around = {"patches": 0, "image_tokens": 0, "embedding": "shared", **fields.pop("encoder", {})}
     return {"layers": {**fields, "name": kind, "bidirectional": True, "cross_attention": False}, **around}
 
@@ -179,9 +158,9 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
     data, kind = key_table(), table.get("model_type")
     if not isinstance(kind, str):
         raise InputError("model_type " + ("is missing" if kind is None else f"must be text, got {show(kind)}"))
-    is_known = kind in data["types"] or kind in data["same_keys"]
+    is_known = kind in data["types"]
     is_pair = table.get("is_encoder_decoder") not in (None, False)
-    if is_known and "encoder" in _rules(kind):
+    if is_known and "source" in _rules(kind):
         if _is_decoder_alone(table):
             return _stack(table, "decoder"), kind
         if not is_pair:
@@ -214,7 +193,7 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
         raise InputError(f"model_type {show(kind)} is not known; {hint}")
     if is_inner or any(key in table for key in data["encoders"]):
         return table, kind
-    is_masked = any("bidirectional" in _rules(kind).get(part, {}) for part in ("keys", "set"))
+    is_masked = _rules(kind).get("bidirectional") not in (None, "")
     heads = (_TEXT, "LMHeadModel", "GenerationDecoder", *(["ForMaskedLM"] if is_masked else []))
     _check_class(table, heads, "language model with a masked or causal loss" if is_masked else "causal language model")
     return table, kind
@@ -233,22 +212,23 @@ def _check_class(table: dict[str, Any], heads: tuple[str, ...], kinds: str) -> N
 def _spec_fields(keys: Keys) -> dict[str, Any]:
     """Return the fields of ModelSpec, with nested tables."""
     _check_only(keys)
-    looked_up: dict[str, str] = {**key_table()["common"], **keys.rules.get("keys", {})}
+    entries = key_table()["common"] | dict(field_entries(keys.rules))
     result: dict[str, Any] = {}
-    pattern = layer_pattern(keys) if "layer_pattern" in looked_up or "hybrid" in keys.rules else None
+    pattern = layer_pattern(keys) if "layer_pattern" in entries or "hybrid" in keys.rules else None
     if pattern is not None:
-        looked_up |= {"layer_pattern": "", "num_layers": ""}
-        result |= {"layer_pattern": pattern, "num_layers": len(pattern)}
-    for field, expression in looked_up.items():
+        entries |= {"layer_pattern": pattern, "num_layers": len(pattern)}
+    for field, entry in entries.items():
         part, _, inner = field.rpartition(".")
         is_unused = pattern is not None and _SYMBOL_OF.get(part or field, "") not in pattern
-        if not expression or is_unused:
-            continue
-        value = keys.value(part, inner, expression)
+        value = (
+            pattern
+            if field == "layer_pattern"
+            else ABSENT
+            if entry == "" or is_unused
+            else keys.value(part, inner, entry)
+        )
         if value is not ABSENT:
             _set(result, field, value)
-    for field, value in keys.rules.get("set", {}).items():
-        _set(result, field, value)
     if "moe" in result and pattern is None:
         result["moe"] |= expert_layers(keys, result["num_layers"])
     if rounded := keys.rules.get("rounded"):
