@@ -470,6 +470,29 @@ def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any,
     assert times[1] / times[0] == pytest.approx(rate, rel=0.01)
 
 
+@pytest.mark.parametrize("kernel", ["flash2", "flash3", "cudnn"])
+def test_kernel_of_attention_that_a_run_names_is_priced_whatever_its_framework_takes(kernel: Any) -> None:
+    def attention_s(framework: Framework, attention: Any) -> float:
+        problem = problem_of(
+            framework=framework, cluster="h100-sxm:1x8", training=TrainingSpec(seq_len=65536, attention=attention)
+        )
+        return terms_of(problem, single())["attention"]
+
+    takes = PLAIN.changed(flash_kernel="flash" if kernel == "flash3" else kernel)
+    other = PLAIN.changed(flash_kernel="triton")
+    assert attention_s(other, kernel) == pytest.approx(attention_s(takes, "flash"), rel=1e-9)
+
+
+def test_flash_attention_2_is_no_faster_on_blackwell_than_its_kernel_was_measured() -> None:
+    problem = problem_of(framework=PLAIN, cluster="b200:1x8", training=TrainingSpec(seq_len=65536, attention="flash2"))
+    model = problem.model
+    # Causal: half of 4 s^2 n d forward, 2.5 times as much backward at .8 of its rate.
+    flops = 2 * 65536**2 * model.num_heads * model.qk_head_dim * model.num_layers
+    assert terms_of(problem, single())["attention"] == pytest.approx(
+        flops * (1 + 2.5 / 0.8) / (2.4e12 * problem.device.compute_units), rel=0.05
+    )
+
+
 @pytest.mark.parametrize(
     ("cluster", "kv_heads", "time"),
     # Shares of the rate, forward and backward: (1 + 2.5 / .33) / .65 over 1 + 2.5 / .8.

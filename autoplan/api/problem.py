@@ -48,7 +48,7 @@ class ProblemOptions(TypedDict, total=False):
     """Options of a problem other than model, cluster and sequence length; `make_problem` has the defaults."""
 
     precision: str  # of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32
-    attention: str  # kernel: flash, flash1, flash2, megatron-fused or unfused
+    attention: str  # kernel: flash, flash1, flash2, flash3, cudnn, megatron-fused or unfused
     framework: str | Path | Framework  # preset or TOML file
     calibration: str | Path | Calibration | None  # a TOML file, or "db": fitted to the runs in the timing database
     timings: str | None  # measured times of kernels: "aiconfigurator" or "db"

@@ -45,7 +45,7 @@ def _number(name: str, text: str, metavar: str = "N") -> tuple[str, tuple[Any, A
 
 
 _PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")
-_ATTENTION = ("flash", "flash1", "flash2", "megatron-fused", "unfused")
+_ATTENTION = ("flash", "flash1", "flash2", "flash3", "cudnn", "megatron-fused", "unfused")
 _OBJECTIVES = (
     "step-time, tokens-per-device, cost-per-token, energy-per-token, time-to-tokens, devices, tokens or "
     "memory-headroom. Repeat it for the Pareto front of several."
@@ -63,7 +63,7 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         _shared(
             "attention",
             None,
-            "Attention kernel: flash, flash1, flash2, megatron-fused or unfused.",
+            "Attention kernel: flash (the framework's), flash1, flash2, flash3, cudnn, megatron-fused or unfused.",
             "flash",
             choices=_ATTENTION,
         ),

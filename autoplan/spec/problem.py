@@ -150,7 +150,7 @@ class Problem:
         own = replace(
             training,
             seq_len=self.encoder_len,
-            document_len=alone if training.attention.startswith("flash") else None,
+            document_len=None if training.stores_scores else alone,
             lengths=None,
             finetuning=None,
             preference=None,
@@ -180,7 +180,7 @@ class Problem:
         width = self.model.qk_head_dim if self.device.generation == "blackwell" else 0
         is_even = self.model.qk_head_dim == self.model.v_head_dim
         widest = max(self.framework.kernels.widest_blackwell_head, FLASH2_WIDEST_HEAD if is_even else 0)
-        return self.training.attention.startswith("flash") and width <= widest
+        return not self.training.stores_scores and width <= widest
 
     @property
     def bytes_per_reduced_grad(self) -> float:

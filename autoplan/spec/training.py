@@ -13,7 +13,8 @@ from autoplan.spec.lengths import BATCHINGS, Batching, Lengths
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.preference import Preference
 
-Attention = Literal["flash", "flash1", "flash2", "megatron-fused", "unfused"]
+# `flash`: the fused kernel that the framework takes; the next four name it.
+Attention = Literal["flash", "flash1", "flash2", "flash3", "cudnn", "megatron-fused", "unfused"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +42,7 @@ class TrainingSpec:
         check_count("seq_len", self.seq_len, at_most=10**8)
         if self.document_len is not None:
             check_count("document_len", self.document_len, at_most=self.seq_len)
-            if not self.attention.startswith("flash"):
+            if self.stores_scores:
                 raise InputError(
                     f"document_len needs attention that can skip other documents, not {self.attention}: use flash"
                 )
@@ -61,11 +62,16 @@ class TrainingSpec:
             raise InputError("document_len is the mean of lengths: leave one of them out")
         if self.batching in ("packed", "joined") and self.preference is not None:
             raise InputError(f"pairs of sequences are not {self.batching}: use batching padded or unpadded")
-        if self.batching == "packed" and not self.attention.startswith("flash"):
+        if self.batching == "packed" and self.stores_scores:
             raise InputError(
                 f"packed samples need attention that can skip other samples, not {self.attention}: use flash, "
                 "or batching joined or padded"
             )
+
+    @property
+    def stores_scores(self) -> bool:
+        """Return whether attention stores its scores, instead of computing them again."""
+        return self.attention in ("megatron-fused", "unfused")
 
     @property
     def has_adapters(self) -> bool:

@@ -34,6 +34,10 @@ from autoplan.spec.problem import Problem
 FLASH2_ON_HOPPER = 0.70
 CUDNN_ON_HOPPER = 1.3
 TRITON_ON_HOPPER = 0.66  # Triton before MLIR [fitted: MPT runs on H100], times its share below
+# FLOP/s of FlashAttention 2 on a compute unit of Blackwell at most, whose curves describe cuDNN: 352 to 362 TFLOP/s
+# forward on the 148 units of a B200 with heads of 128 and 2,048 to 8,192 tokens (meta-pytorch/tritonbench pull request
+# 171; Dao-AILab/flash-attention issue 1589 has 307 to 381 with heads of 64).
+FLASH2_FLOPS_PER_UNIT = 2.4e12
 # Rates relative to flash2: findings 3, and MPT runs of 2023 with Triton's kernel.  AOTriton's is relative to AITER's
 # kernels, which AMD's curves describe: .38 to .63 on MI355X, causal with grouped heads of 128 and 2,048 to 16,384
 # tokens (HazyResearch/HipKittens f09e968, analysis/attn/fwd), .62 to .85 on MI300X
@@ -53,6 +57,7 @@ FLASH_HEAD_DIMS = {
     "flash1": (32, 64, 128),
     "flash2": (32, 64, 96, 128, 192, 256),
     "flash": (32, 64, 96, 128, 192, 256),
+    "flash3": (64, 96, 128, 192, 256),
     "aotriton": (16, 32, 48, 64, 80, 96, 128, 160, 192, 224, 256),  # pytorch/pytorch pull request 148433
 }
 # Time of attention with dropout, which draws random numbers, relative to attention without: 1.2 to 1.4 (FlashAttention
@@ -93,10 +98,14 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     backward_share = AOTRITON_BACKWARD_SHARE if kernel == "aotriton" else FLASH_BACKWARD_SHARE
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
-        efficiency *= {"cudnn": CUDNN_ON_HOPPER, "triton": TRITON_ON_HOPPER}.get(kernel, FLASH2_ON_HOPPER)
+        on_hopper = {"flash3": 1.0, "cudnn": CUDNN_ON_HOPPER, "triton": TRITON_ON_HOPPER}
+        efficiency *= on_hopper.get(kernel, FLASH2_ON_HOPPER)
     # One thread block per head and FLASH_TILE queries; too few thread blocks leave compute units idle.
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     head_dim, widths = _kernel_widths(model, kernel)
+    if kernel == "flash2" and device.generation == "blackwell":  # which loses nothing with narrower heads
+        most = FLASH2_FLOPS_PER_UNIT * device.compute_units / wide_peak(problem)
+        efficiency = min(efficiency, most * curve.slowdown(np.inf, np.full(1, np.inf), head_dim).item())
     seen_len = attended_len(training, batch.micro_batch)
     per_context_s = factor * eight_bits * 2.0 * tokens * heads * widths / (wide_peak(problem) * efficiency)
 
@@ -124,9 +133,10 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
 def _flash_kernel(problem: Problem) -> str:
     """Return the kernel used for fused attention.
 
-    torch's own kernel is FlashAttention 2.  On AMD its AOTriton dispatches to AITER's kernels, the best there, if
-    queries have as many heads as keys (torch from 2.9 on), and to Triton's for grouped heads (ROCm/aotriton 30ae967,
-    modules/flash/csrc/aiter_bwd.cc and aiter_fwd.cc).
+    torch's own kernel is FlashAttention 2, and on Blackwell cuDNN's, which it prefers there and on Hopper from cuDNN
+    9.15 on (pytorch v2.14.1, sdp_utils.cpp); earlier builds, as those of the published runs on Hopper, do not.  On AMD
+    its AOTriton dispatches to AITER's kernels, the best there, if queries have as many heads as keys (torch from 2.9
+    on), and to Triton's for grouped heads (ROCm/aotriton 30ae967, modules/flash/csrc/aiter_bwd.cc and aiter_fwd.cc).
     """
     kernel = problem.framework.kernels.flash_kernel
     if problem.training.attention != "flash":
@@ -134,7 +144,7 @@ def _flash_kernel(problem: Problem) -> str:
     if kernel != "sdpa":
         return kernel
     if problem.device.vendor != "amd":
-        return "flash2"
+        return "cudnn" if problem.device.generation == "blackwell" else "flash2"
     return "aotriton" if problem.model.kv_heads < problem.model.num_heads else "flash"
 
 
