@@ -34,7 +34,7 @@ from autoplan.runs.runs import Run, read_runs
 from autoplan.search.choice import pace
 from autoplan.search.excluded_options import with_excluded_options
 from autoplan.search.placement import place_best
-from autoplan.search.plan_changes import Way, fastest_path, prices
+from autoplan.search.plan_changes import Difference, fastest_path, prices
 from autoplan.search.study import search
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -269,9 +269,9 @@ def compare(recipe: Recipe) -> Comparison:
 def steps_to(recipe: Recipe, best: ParallelPlan) -> tuple[tuple[str, float], ...]:
     """Return the changes from a recipe to the best plan in a greedy order, each with how much faster it makes it."""
     rules = book_of(recipe.problem.framework).rules
-    way = Way(problem=recipe.problem, rules=rules, before=recipe.plan, after=best)
+    difference = Difference(problem=recipe.problem, rules=rules, before=recipe.plan, after=best)
     steps, before_s = [], pace(prices(recipe.problem, [recipe.plan])[0])
-    for step in fastest_path(way):
+    for step in fastest_path(difference):
         after_s = pace(step.plan)
         steps.append((" with ".join(step.axes), before_s / after_s))
         before_s = after_s

@@ -39,9 +39,9 @@ def apart(parts: Floats, other_parts: Floats) -> Floats:
     return np.asarray(np.abs(parts - other_parts).sum(axis=-1) / 2)
 
 
-def ratio_spreads(differing: Floats, variances: Floats, own: float = OWN_SPREAD) -> Floats:
+def ratio_spreads(differing: Floats, variances: Floats, same_plan: float = OWN_SPREAD) -> Floats:
     """Spread of log ratios of plans by the share `differing`; `variances` are sums of both plans' variances."""
-    return np.asarray(np.sqrt(own**2 + differing * variances))
+    return np.asarray(np.sqrt(same_plan**2 + differing * variances))
 
 
 def spread_of(candidate: RankedPlan) -> float:

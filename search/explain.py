@@ -16,7 +16,7 @@ from autoplan.frameworks.registry import rules_for
 from autoplan.search.axes import axes_of, differing, plan_of, words
 from autoplan.search.choice import compared
 from autoplan.search.nearest import neighbours
-from autoplan.search.plan_changes import Way, changes, prices
+from autoplan.search.plan_changes import Difference, changes, prices
 from autoplan.search.ranking import TIE, ranked, seconds_per_sequence
 from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, USUAL_SCHEDULES, Kind
 from autoplan.spec.enums import Schedule
@@ -178,7 +178,7 @@ def versus(problem: Problem, best: ParallelPlan, name: str, other_plan: Parallel
     rules = rules_for(theirs.framework)
     axis_changes: tuple[AxisChange, ...] = ()
     if problem.workload == theirs.workload and problem.cluster == theirs.cluster:
-        axis_changes = changes(Way(problem=problem, rules=rules, before=best, after=other_plan))
+        axis_changes = changes(Difference(problem=problem, rules=rules, before=best, after=other_plan))
     return Versus(
         name=name,
         plan=second,

@@ -199,8 +199,8 @@ def _unasked(axis: Axis, framework: Framework, book: Rulebook) -> list[Value]:
     """Values searched by default: all offered ones, or those with the framework's default numerics."""
     if axis.exact is None:
         return [value for value in axis.searched if book.offers(axis, value)]
-    own = framework.choice(axis.name)
-    return [value for value in axis.usual(own) if value == own or book.offers(axis, value)]
+    default = framework.choice(axis.name)
+    return [value for value in axis.usual(default) if value == default or book.offers(axis, value)]
 
 
 def _runs(dispatcher: Value, problem: Problem) -> bool:

@@ -116,7 +116,7 @@ def spread_of_price(
     if family_of(operation) == "collectives":
         per_domain = shape[1]
         timed_groups = problem.timings.groups(operation, "bf16", "fp16", "fp32")
-        if any((number == beside) == (shape[0] == per_domain) for number, beside, _ in timed_groups):
+        if any((number == number_inside) == (shape[0] == per_domain) for number, number_inside, _ in timed_groups):
             return SCALED_SPREAD, "scaled"
         level: LinkLevel | None = next(
             (level for level in problem.cluster.levels if level.num_devices >= per_domain), None

@@ -24,7 +24,7 @@ MAX_AT_ONCE = 3  # changes per step, unless all remaining ones are needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Difference:
     """Two plans of one problem, and all mixtures of their axes; `rules` say which of these are legal."""
 
     problem: Problem
@@ -76,19 +76,19 @@ def prices(problem: Problem, plans: Sequence[ParallelPlan]) -> list[RankedPlan]:
     return [result[at] for at in range(len(plans))]
 
 
-def changes(way: Way) -> tuple[AxisChange, ...]:
+def changes(difference: Difference) -> tuple[AxisChange, ...]:
     """Return every change, with the first plan with only that change."""
-    model = way.problem.model
-    before, after = axes_of(model, way.before), axes_of(model, way.after)
+    model = difference.problem.model
+    before, after = axes_of(model, difference.before), axes_of(model, difference.after)
     result = []
-    for axis in way.axes():
+    for axis in difference.axes():
         alone, why_not = None, ""
         try:
-            plan = way.mix((axis,))
-            if faults := broken(way.rules, way.problem.workload, plan):
+            plan = difference.mix((axis,))
+            if faults := broken(difference.rules, difference.problem.workload, plan):
                 why_not = faults[0]
             else:
-                alone = prices(way.problem, [plan])[0]
+                alone = prices(difference.problem, [plan])[0]
         except AutoplanError as error:
             why_not = str(error)
         texts = words(axis, before[axis]), words(axis, after[axis])
@@ -96,31 +96,31 @@ def changes(way: Way) -> tuple[AxisChange, ...]:
     return tuple(result)
 
 
-def fastest_path(way: Way) -> tuple[WalkStep, ...]:
+def fastest_path(difference: Difference) -> tuple[WalkStep, ...]:
     """Return a greedy path to `after`; every step takes the change with the smallest time per sequence.
 
     Every plan is legal and as safe as `after`.  If no single change leads to such a plan, or none is faster than the
     previous plan, two are made at once, then three, finally all remaining ones.
     """
-    axes, last = way.axes(), prices(way.problem, [way.after])[0]
-    before_s = min((pace(candidate) for candidate in safe_mixes(way, [()], last).values()), default=math.inf)
+    axes, last = difference.axes(), prices(difference.problem, [difference.after])[0]
+    before_s = min((pace(candidate) for candidate in safe_mixes(difference, [()], last).values()), default=math.inf)
     done: tuple[str, ...] = ()
     steps: list[WalkStep] = []
     while len(done) < len(axes):
         remaining = [axis for axis in axes if axis not in done]
-        added, plan = _next(way, done, remaining, last, before_s)
+        added, plan = _next(difference, done, remaining, last, before_s)
         steps.append(WalkStep(axes=added, plan=plan))
         done, before_s = (*done, *added), pace(plan)
     return tuple(steps)
 
 
 def _next(
-    way: Way, done: tuple[str, ...], remaining: Sequence[str], last: RankedPlan, before_s: float
+    difference: Difference, done: tuple[str, ...], remaining: Sequence[str], last: RankedPlan, before_s: float
 ) -> tuple[tuple[str, ...], RankedPlan]:
     """Return the next changes and the resulting plan; `before_s` is the current time per sequence."""
     slower = None
     for size in range(1, min(MAX_AT_ONCE, len(remaining)) + 1):
-        mixes = safe_mixes(way, [(*done, *more) for more in combinations(remaining, size)], last)
+        mixes = safe_mixes(difference, [(*done, *more) for more in combinations(remaining, size)], last)
         if mixes:
             best = min(mixes, key=lambda changed: pace(mixes[changed]))
             step = best[len(done) :], mixes[best]
@@ -130,10 +130,12 @@ def _next(
     return slower or (tuple(remaining), last)
 
 
-def safe_mixes(way: Way, choices: Sequence[tuple[str, ...]], last: RankedPlan) -> dict[tuple[str, ...], RankedPlan]:
+def safe_mixes(
+    difference: Difference, choices: Sequence[tuple[str, ...]], last: RankedPlan
+) -> dict[tuple[str, ...], RankedPlan]:
     """Return the plans that are legal and as safe as `last`, by their changed axes."""
-    legal_plans = way.legal(choices)
-    costs = prices(way.problem, [plan for _, plan in legal_plans])
+    legal_plans = difference.legal(choices)
+    costs = prices(difference.problem, [plan for _, plan in legal_plans])
     return {
         changed: candidate
         for (changed, _), candidate in zip(legal_plans, costs, strict=True)
@@ -148,14 +150,15 @@ def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPla
     reverted together with another one, or changed again with it.
     """
     while True:
-        way = Way(problem=problem, rules=rules, before=before, after=best.plan)
-        axes = way.axes()
+        difference = Difference(problem=problem, rules=rules, before=before, after=best.plan)
+        axes = difference.axes()
         choices = [tuple(axis for axis in axes if axis != dropped) for dropped in axes]
-        mixes = safe_mixes(way, [*choices, ()] if axes else [], best)
+        mixes = safe_mixes(difference, [*choices, ()] if axes else [], best)
         equal = [
             candidate
             for candidate in mixes.values()
-            if pace(candidate) <= pace(best) * (1 + TIE) and len(replace(way, after=candidate.plan).axes()) < len(axes)
+            if pace(candidate) <= pace(best) * (1 + TIE)
+            and len(replace(difference, after=candidate.plan).axes()) < len(axes)
         ]
         if not equal:
             return best

@@ -88,9 +88,9 @@ class Axes:
         matching: Sequence[int] = range(len(self._cells))
         params = {}
         for axis in FREE_AXES:
-            own, values = getattr(self._cells[cell], axis), self._values(matching, axis)
-            params[axis] = (values.index(own) + 0.5) / len(values)
-            matching = [at for at in matching if getattr(self._cells[at], axis) == own]
+            value, values = getattr(self._cells[cell], axis), self._values(matching, axis)
+            params[axis] = (values.index(value) + 0.5) / len(values)
+            matching = [at for at in matching if getattr(self._cells[at], axis) == value]
         return params
 
     def _values(self, cells: Sequence[int], axis: str) -> list[int]:

@@ -13,7 +13,7 @@ from autoplan.frameworks.common.rules import legal
 from autoplan.search.axes import axes_of, plan_of
 from autoplan.search.choice import is_as_safe, pace
 from autoplan.search.limits import Limits, divisors
-from autoplan.search.plan_changes import Way, prices, safe_mixes
+from autoplan.search.plan_changes import Difference, prices, safe_mixes
 from autoplan.search.space import Space
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, SEARCHED, Kind
 from autoplan.spec.enums import Recompute, Schedule, Sharding
@@ -57,10 +57,10 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
             continue
     else:
         return len(axes_of(problem.model, simplest.plan)), simplest
-    way = Way(problem=problem, rules=space.rules, before=plain, after=simplest.plan)
-    axes = way.axes()
+    difference = Difference(problem=problem, rules=space.rules, before=plain, after=simplest.plan)
+    axes = difference.axes()
     while axes:
-        fewer = safe_mixes(way, [tuple(axis for axis in axes if axis != left_axis) for left_axis in axes], start)
+        fewer = safe_mixes(difference, [tuple(axis for axis in axes if axis != left_axis) for left_axis in axes], start)
         near = {axes: candidate for axes, candidate in fewer.items() if pace(candidate) <= slowest}
         if not near:
             break

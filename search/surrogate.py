@@ -56,13 +56,15 @@ def pool_runs(runs: Sequence[MeasuredPlan]) -> list[MeasuredPlan]:
     by_plan: dict[int, list[MeasuredPlan]] = {}
     for run in runs:
         by_plan.setdefault(run.at, []).append(run)
-    around = sum(float(np.var(np.log([run.step_s for run in own])) * len(own)) for own in by_plan.values())
+    around = sum(
+        float(np.var(np.log([run.step_s for run in plan_runs])) * len(plan_runs)) for plan_runs in by_plan.values()
+    )
     apart = (RUN_SPREAD**2 + around) / (1 + len(runs) - len(by_plan))
     measured_plans = []
-    for at, own in by_plan.items():
-        variance = float(np.mean([run.spread**2 for run in own])) - RUN_SPREAD**2
-        step_s = float(np.exp(np.mean(np.log([run.step_s for run in own]))))
-        spread = math.sqrt((max(variance, 0.0) + apart) / len(own))
+    for at, plan_runs in by_plan.items():
+        variance = float(np.mean([run.spread**2 for run in plan_runs])) - RUN_SPREAD**2
+        step_s = float(np.exp(np.mean(np.log([run.step_s for run in plan_runs]))))
+        spread = math.sqrt((max(variance, 0.0) + apart) / len(plan_runs))
         measured_plans.append(MeasuredPlan(at=at, step_s=step_s, spread=spread))
     return measured_plans
 
@@ -94,9 +96,9 @@ class Surrogate:
         log_errors = np.log([run.step_s for run in measured]) - np.log(batches)
         runs = np.array([run.spread for run in measured])
         means, spreads, evidence = [], [], []
-        for own in PLAN_SPREAD * np.exp(SCATTER * _SCATTERS):
-            shared = factors + DEGREES_SHARE * own**2 * same
-            alone = (1.0 - DEGREES_SHARE) * own**2
+        for plan_spread in PLAN_SPREAD * np.exp(SCATTER * _SCATTERS):
+            shared = factors + DEGREES_SHARE * plan_spread**2 * same
+            alone = (1.0 - DEGREES_SHARE) * plan_spread**2
             fit = _robust(shared[np.ix_(rows, rows)], log_errors - predicted[rows], alone + runs**2)
             gain = shared[:, rows]
             shared_variances = np.diag(shared) - np.einsum("ij,jk,ik->i", gain, fit.inverse, gain)

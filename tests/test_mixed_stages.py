@@ -208,7 +208,9 @@ def test_a_message_over_a_slow_hop_takes_long_and_other_messages_do_not() -> Non
     (cost,) = estimate_mixed(problem, [plan])
     near_s, far_s, _ = (stage.send_s for stage in cost.kinds[0].stages)
     line = mixed_timeline(problem, plan)
-    first, _, last = (max(other.duration_s for other in rank.others if other.kind == "message") for rank in line.ranks)
+    first, _, last = (
+        max(other.duration_s for other in rank.other_events if other.kind == "message") for rank in line.ranks
+    )
     assert far_s > 5 * near_s
     assert last / first > 5
     assert [rank.place.part for rank in line.ranks] == ["h100-sxm", "h100-sxm", "a100-sxm"]
@@ -221,7 +223,7 @@ def test_replicas_that_are_done_early_wait_for_the_others() -> None:
     fast, slow = mixed_timeline(problem, plan).ranks
     assert (fast.place.name, slow.place.name) == ("A0", "B0")
     assert (fast.ranks, slow.ranks) == (tuple(range(32)), tuple(range(32, 64)))
-    wait = next(other for other in fast.others if other.kind == "stragglers")
+    wait = next(other for other in fast.other_events if other.kind == "stragglers")
     assert wait.start_s == pytest.approx(cost.kinds[0].pipeline_s)
     assert wait.duration_s == pytest.approx(cost.kinds[1].pipeline_s - cost.kinds[0].pipeline_s)
     assert slow.terms_s() == pytest.approx(cost.terms_s)

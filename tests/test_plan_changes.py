@@ -15,7 +15,7 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.search.axes import axes_of, differing, plan_of, words
 from autoplan.search.choice import compared, pace
-from autoplan.search.plan_changes import Way, changes, fastest_path, nearest_equal, prices
+from autoplan.search.plan_changes import Difference, changes, fastest_path, nearest_equal, prices
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import Experts
 from autoplan.spec.plan import ParallelPlan, chunk_layers, parse_recompute
@@ -97,12 +97,12 @@ def test_every_step_is_legal_and_as_safe_as_the_last_which_is_the_best(
     case: tuple[Problem, ParallelPlan, ParallelPlan],
 ) -> None:
     problem, before, after = case
-    way = Way(problem=problem, rules=RULES, before=before, after=after)
-    steps, axis_changes = fastest_path(way), changes(way)
+    difference = Difference(problem=problem, rules=RULES, before=before, after=after)
+    steps, axis_changes = fastest_path(difference), changes(difference)
     last = prices(problem, [after])[0]
-    assert way.mix(()) == before or not way.axes()
-    assert [change.axis for change in axis_changes] == list(way.axes())
-    assert sorted(axis for step in steps for axis in step.axes) == sorted(way.axes())
+    assert difference.mix(()) == before or not difference.axes()
+    assert [change.axis for change in axis_changes] == list(difference.axes())
+    assert sorted(axis for step in steps for axis in step.axes) == sorted(difference.axes())
     if steps:
         assert steps[-1].plan == last
     for step in steps:
@@ -113,7 +113,7 @@ def test_every_step_is_legal_and_as_safe_as_the_last_which_is_the_best(
         assert axis_change.before != axis_change.after
         if axis_change.alone:
             assert not broken(RULES, problem.workload, axis_change.alone.plan)
-            assert prices(problem, [way.mix((axis_change.axis,))]) == [axis_change.alone]
+            assert prices(problem, [difference.mix((axis_change.axis,))]) == [axis_change.alone]
 
 
 @settings(max_examples=8, deadline=None)
@@ -136,13 +136,18 @@ def test_an_axis_that_cannot_go_back_ends_the_way_back() -> None:
     pipeline = {"pp": 2, "vp": 2, "schedule": "interleaved"}
     after = ParallelPlan(global_batch=64, micro_batch=4, cp=2, dp_shard=4, **pipeline, **flags)
     kept = nearest_equal(EXPERTS, RULES, before, prices(EXPERTS, [after])[0])
-    assert Way(problem=EXPERTS, rules=RULES, before=before, after=kept.plan).axes() == ("cp", "pp", "ep", "sharding")
+    assert Difference(problem=EXPERTS, rules=RULES, before=before, after=kept.plan).axes() == (
+        "cp",
+        "pp",
+        "ep",
+        "sharding",
+    )
 
 
 def test_equal_plans_have_no_way_between_them() -> None:
     plan = ParallelPlan(global_batch=64, tp=2, sp=True, dp_shard=8)
-    way = Way(problem=PROBLEM, rules=RULES, before=plan, after=plan)
-    assert (fastest_path(way), changes(way)) == ((), ())
+    difference = Difference(problem=PROBLEM, rules=RULES, before=plan, after=plan)
+    assert (fastest_path(difference), changes(difference)) == ((), ())
     gap = compared(*prices(PROBLEM, [plan, plan]))
     assert gap.ratio == 1.0
     assert math.isclose(gap.high, 1.0 / gap.low)
@@ -152,15 +157,15 @@ def test_changes_that_need_each_other_are_made_together() -> None:
     """16 sequences a micro-batch leave no whole micro-batch for eight replicas."""
     before = ParallelPlan(global_batch=64, micro_batch=16, tp=8, sp=True, dp_shard=2, recompute="full")
     after = ParallelPlan(global_batch=64, micro_batch=2, tp=2, sp=True, dp_shard=8)
-    way = Way(problem=PROBLEM, rules=RULES, before=before, after=after)
-    by_axis = {change.axis: change for change in changes(way)}
+    difference = Difference(problem=PROBLEM, rules=RULES, before=before, after=after)
+    by_axis = {change.axis: change for change in changes(difference)}
     assert {axis: (change.before, change.after) for axis, change in by_axis.items()} == {
         "tp": ("8", "2"),
         "micro_batch": ("16", "2"),
         "recompute": ("full", "none"),
     }
     assert "global_batch 64 must be divisible by micro_batch 16 x dp 8" in by_axis["tp"].why_not
-    recompute, both = (step.axes for step in fastest_path(way))
+    recompute, both = (step.axes for step in fastest_path(difference))
     assert recompute == ("recompute",)
     assert set(both) == {"tp", "micro_batch"}
 
@@ -183,4 +188,4 @@ def test_layers_follow_the_number_of_chunks_and_differ_alone_where_it_is_the_sam
     assert differing(axes[0], axes[1]) == ("layers",)
     assert differing(axes[1], axes[2]) == ("pp",)
     assert (words("layers", axes[1]["layers"]), words("layers", axes[2]["layers"])) == ("13, 11", "5, 2 x 7, 5")
-    assert Way(problem=PROBLEM, rules=RULES, before=even, after=deeper).mix(("pp",)) == deeper
+    assert Difference(problem=PROBLEM, rules=RULES, before=even, after=deeper).mix(("pp",)) == deeper

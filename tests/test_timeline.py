@@ -87,7 +87,7 @@ def passes_of(rank: RankTimeline) -> set[tuple[int | None, int | None]]:
 
 def fill_the_step(rank: RankTimeline, step: float) -> None:
     """Events that are not beside others follow one another from the start of the step to its end."""
-    events = sorted((event for event in rank.events() if not event.beside), key=lambda event: event.start_s)
+    events = sorted((event for event in rank.events() if not event.is_hidden), key=lambda event: event.start_s)
     now = 0.0
     for one in events:
         assert one.stream in STREAMS
@@ -95,7 +95,7 @@ def fill_the_step(rank: RankTimeline, step: float) -> None:
         assert one.duration_s >= 0
         now = one.start_s + one.duration_s
     assert now == pytest.approx(step, rel=EXACT)
-    for one in rank.others:
+    for one in rank.other_events:
         assert one.start_s >= -EXACT * step
         assert one.duration_s >= 0
 
@@ -160,7 +160,7 @@ def test_two_stages_alternate_as_drawn_in_every_text() -> None:
     first, last = timeline(problem_of(), ParallelPlan(global_batch=2, pp=2)).ranks
     assert [pass_.name for pass_ in first.passes] == ["forward 0", "forward 1", "backward 0", "backward 1"]
     assert [pass_.name for pass_ in last.passes] == ["forward 0", "backward 0", "forward 1", "backward 1"]
-    assert [other.kind for other in last.others if other.kind == "message"] == ["message"] * 3
+    assert [other.kind for other in last.other_events if other.kind == "message"] == ["message"] * 3
     assert first.ranks == (0,)
     assert first.memory_bytes.max() > first.memory_bytes[0]
 
@@ -190,7 +190,7 @@ def test_a_calibration_stretches_everything_alike() -> None:
 def test_a_reduction_that_hides_is_shown_beside_the_passes() -> None:
     problem = problem_of(framework=load_framework("megatron-core"))
     rank = timeline(problem, ParallelPlan(global_batch=64, dp_shard=8)).ranks[0]
-    beside = [other for other in rank.others if other.beside]
+    beside = [other for other in rank.other_events if other.is_hidden]
     assert {one.kind for one in beside} == {"data_parallel_reduce", "parameter_gather"}
     end_s = rank.passes[-1].start_s + rank.passes[-1].duration_s
     assert all(one.start_s + one.duration_s <= end_s * (1 + 1e-12) for one in beside)

@@ -60,7 +60,7 @@ def test_perfetto_computes_the_busy_times_of_the_estimate(framework: str) -> Non
         expected = dict.fromkeys(STREAMS, 0.0)
         for name, seconds in stage.terms_s.items():
             expected[STREAM_OF[name]] += plan.num_microbatches * seconds
-        for other in line.ranks[stage.stage].others:
+        for other in line.ranks[stage.stage].other_events:
             expected[other.stream] += other.duration_s
         for stream, seconds in expected.items():
             found = busy.get((f"stage {stage.stage}", stream), 0.0)

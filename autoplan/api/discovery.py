@@ -140,13 +140,13 @@ def _machine() -> MachineSpec | None:
         return None
     from autoplan.profiler.machine.environment import own_fingerprint  # brings torch
 
-    own = own_fingerprint()
+    fingerprint = own_fingerprint()
     return MachineSpec(
-        runtime=own.runtime,
-        torch=own.torch,
-        collectives=own.collectives,
-        topology=own.topology,
-        power_cap_w=own.power_cap_w,
+        runtime=fingerprint.runtime,
+        torch=fingerprint.torch,
+        collectives=fingerprint.collectives,
+        topology=fingerprint.topology,
+        power_cap_w=fingerprint.power_cap_w,
     )
 
 

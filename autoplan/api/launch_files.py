@@ -19,7 +19,7 @@ from autoplan.frameworks.launch_files import read_launch, read_launch_on, reader
 from autoplan.frameworks.registry import TARGETS, book_of
 from autoplan.launch.targets import exported
 from autoplan.search.choice import compared, pace
-from autoplan.search.plan_changes import Way, changes, fastest_path, nearest_equal, prices
+from autoplan.search.plan_changes import Difference, changes, fastest_path, nearest_equal, prices
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
@@ -135,9 +135,11 @@ class LaunchStart:
         """Compare the plan of the launch file with the best one, in `file`."""
         plan, launch = self.plan, self.launch
         priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
-        way = Way(problem=problem, rules=book_of(problem.framework).rules, before=plan, after=file.best.plan)
+        difference = Difference(
+            problem=problem, rules=book_of(problem.framework).rules, before=plan, after=file.best.plan
+        )
         try:
-            axis_changes, steps = changes(way), fastest_path(way)
+            axis_changes, steps = changes(difference), fastest_path(difference)
         except AutoplanError:  # the plan does not even add up, as `broken` says
             axis_changes, steps = (), ()
         today = CurrentPlan(
@@ -278,9 +280,9 @@ def _needed(
 def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, to: str) -> dict[str, str]:
     """The options that the file itself has once it is exported; empty where it cannot be."""
     launch = started.launch
-    own = replace(file, model=launch.model, training=launch.training, best=replace(priced, plan=launch.plan))
+    launched = replace(file, model=launch.model, training=launch.training, best=replace(priced, plan=launch.plan))
     try:
-        return _written(started, replace(own, alternatives=()), own.best, to)
+        return _written(started, replace(launched, alternatives=()), launched.best, to)
     except InputError:
         return {}
 

@@ -77,8 +77,8 @@ def predict(runs: str | Path, *, calibration: str | Path | None = None) -> Predi
     `runs` is a CSV table with the columns of measured_runs.csv; `calibration` is a TOML file that replaces the shipped
     ones.  Raises InputError if one of them cannot be read; the verdict of a run says if it cannot be priced.
     """
-    own = plain_calibration(Path(calibration)) if calibration else None
-    return PredictResult(predictions=tuple(predict_runs(Path(runs), own)))
+    base = plain_calibration(Path(calibration)) if calibration else None
+    return PredictResult(predictions=tuple(predict_runs(Path(runs), base)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,11 +243,11 @@ def import_logs(
     """
     from autoplan.profiler.store import open_store  # brings SQLAlchemy
 
-    cluster_spec, where, beside = load_cluster(cluster), Path(folder), make_context(**context)
+    cluster_spec, where, launch_context = load_cluster(cluster), Path(folder), make_context(**context)
     taken_runs: list[Taken] = []
     passed_over: dict[str, str] = {}
     with open_store(db) as store:  # what is wrong with it shall be known before any log is read
-        for past in past_runs(where, lambda path: read_launch_on_part(path, beside, cluster_spec)):
+        for past in past_runs(where, lambda path: read_launch_on_part(path, launch_context, cluster_spec)):
             if isinstance(past, PassedOver):
                 passed_over[_inside(past.path, where)] = past.reason
                 continue

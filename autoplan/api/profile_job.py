@@ -87,8 +87,8 @@ def run_job(job: ProfileJob, show: Callable[[str], None] = lambda text: None) ->
     if status.status != 0:
         lines = [line for line in log.splitlines() if line.strip()]
         # What autoplan says of a fault is worth more than what its launcher makes of it.
-        own = [line.partition("autoplan: ")[2] for line in lines if "autoplan: " in line]
-        last_line = (own or lines or ["it wrote nothing"])[-1]
+        messages = [line.partition("autoplan: ")[2] for line in lines if "autoplan: " in line]
+        last_line = (messages or lines or ["it wrote nothing"])[-1]
         raise AutoplanError(
             f"the job has failed: {status.reason or status.state}: {cleaned(last_line)}; all: {folder / LOG}"
         )

@@ -139,7 +139,7 @@ def _own_machine(problem: Problem) -> Fingerprint:
 def _on_cluster(problem: Problem) -> Fingerprint:
     """Return the machine of a program that may run elsewhere: this one if it has the plan's device, else as told."""
     if find_spec("torch") and find_spec("psutil"):
-        own = _own_machine(problem)
-        if own.device == problem.cluster.device.name:
-            return own
+        machine = _own_machine(problem)
+        if machine.device == problem.cluster.device.name:
+            return machine
     return described_machine(problem.cluster)

@@ -55,12 +55,12 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
 
 def with_measurements(problem: Problem, timings: FoundTimings, *, is_own: bool | None = None) -> Problem:
     """Return the problem with measured times: own ones are of the very kernels and layers that the framework runs."""
-    own = problem.framework.kernels.eager_layers if is_own is None else is_own
+    runs_same_kernels = problem.framework.kernels.eager_layers if is_own is None else is_own
     calibration, device = problem.calibration, problem.cluster.device
     # One that was fitted beside measured times was so beside bursts at the level of the shipped one.
     if calibration.fitted_with and calibration.fitted_with.timings:
         calibration = built_in_calibration(problem.framework, device)
-    return replace(problem, timings=_table(timings, device, calibration, is_own=own))
+    return replace(problem, timings=_table(timings, device, calibration, is_own=runs_same_kernels))
 
 
 def stored_table(cluster: ClusterSpec, framework: Framework, url: str | None) -> TimingTable:

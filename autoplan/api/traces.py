@@ -243,8 +243,8 @@ def _predicted(problem: Problem, plan: ParallelPlan) -> Iterator[DrawnStage]:
                 start_s += seconds
         spans += [
             (event.start_s, event.start_s + event.duration_s, ACTIVITIES.index(_ACTIVITY_OF[event.kind]))
-            for event in rank.others
-            if not event.beside and event.kind in _ACTIVITY_OF
+            for event in rank.other_events
+            if not event.is_hidden and event.kind in _ACTIVITY_OF
         ]
         yield DrawnStage(stage=rank.place.words, drawn=draw(np.array(spans), 0.0, predicted.step_s))
 

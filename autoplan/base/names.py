@@ -28,11 +28,11 @@ def close_names(word: str, names: Iterable[str], most: int = 3) -> list[str]:
     return sorted(filter(is_near, names), key=lambda name: (-likeness(name), len(name)))[:most]
 
 
-def suggestion(word: str, names: Iterable[str], others: str = "") -> str:
-    """Return suggestions for `word`, or else the `others`: the valid names, or where they are listed."""
+def suggestion(word: str, names: Iterable[str], fallback: str = "") -> str:
+    """Return suggestions for `word`, or else the `fallback`: the valid names, or where they are listed."""
     names = tuple(names)
     close = close_names(word, names)
-    return f"did you mean {', '.join(close)}?" if close else others or f"known: {', '.join(names)}"
+    return f"did you mean {', '.join(close)}?" if close else fallback or f"known: {', '.join(names)}"
 
 
 def _ratio(word: str, name: str) -> float:

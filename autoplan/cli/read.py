@@ -74,8 +74,10 @@ def read(
 
     kind = "traces" if files[0].is_dir() or is_trace(files[0]) else "logs" if out is None and is_log(files[0]) else None
     if kind and any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):
-        beside = "--plan, --db, --out" if kind == "traces" else "--plan, --db"
-        raise InputError(f"{files[0]}: {kind} go with {beside} and --json only: the other options are for launch files")
+        accepted = "--plan, --db, --out" if kind == "traces" else "--plan, --db"
+        raise InputError(
+            f"{files[0]}: {kind} go with {accepted} and --json only: the other options are for launch files"
+        )
     if kind == "traces":
         check_outputs(out, force=force)
         traces = api.traces.read_traces(files, plan=plan, db=whole_url(context, url))

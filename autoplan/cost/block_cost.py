@@ -82,13 +82,13 @@ class BlockCost(Rows):
         """Return a term of both passes of `count` such blocks, of which `repeated` are fully recomputed."""
         return count * (self.forward_s[name] + self.backward_s[name]) + repeated * self.repeat_s[name]
 
-    def with_halves(self, own: Halves, again: Halves, *, is_measured: Bools) -> BlockCost:
+    def with_halves(self, plain: Halves, again: Halves, *, is_measured: Bools) -> BlockCost:
         """Return the cost with the waits of a split backward pass, `again` with recomputation; 0 if measured."""
         weight, split, split_repeat = self.weight_s.copy(), self.split_s.copy(), self.split_repeat_s.copy()
         for name in _WAITS:
-            weight[name] = own.weights_s[name]
-            split[name] = own.inputs_s[name] + own.weights_s[name] - self.backward_s[name]
-            longer = again.inputs_s[name] - own.inputs_s[name] - self.repeat_s[name]
+            weight[name] = plain.weights_s[name]
+            split[name] = plain.inputs_s[name] + plain.weights_s[name] - self.backward_s[name]
+            longer = again.inputs_s[name] - plain.inputs_s[name] - self.repeat_s[name]
             split_repeat[name] = np.where(is_measured, 0.0, longer)
         return replace(self, weight_s=weight, split_s=split, split_repeat_s=split_repeat)
 
@@ -97,8 +97,8 @@ class BlockCost(Rows):
 
         def measured(terms: dict[str, Floats], seconds: Floats | float) -> dict[str, Floats]:
             return {
-                name: np.where(is_measured, seconds, own) if name == "fsdp_communication" else own
-                for name, own in terms.items()
+                name: np.where(is_measured, seconds, term_s) if name == "fsdp_communication" else term_s
+                for name, term_s in terms.items()
             }
 
         return replace(

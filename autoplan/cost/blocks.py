@@ -47,7 +47,7 @@ from autoplan.cost.kernels.measured_units import (
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
-from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
+from autoplan.cost.memory.parameters import UnitParameters, layer_parameters, unit_parameters
 from autoplan.cost.memory.recompute import selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
@@ -106,8 +106,8 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
     # Experts are priced last: their traffic may hide under the attention of another micro-batch.
     for block, shape in sorted(shapes.items(), key=lambda item: item[0] is Block.MOE):
         hiding_s = _hiding_experts_s(problem.model, costs) if block is Block.MOE else np.zeros(len(batch))
-        own = parts[block].take(of_kernels)
-        costs[block], lags[block] = _block_cost(problem, batch, block, shape, own, links, hiding_s, shared)
+        block_parts = parts[block].take(of_kernels)
+        costs[block], lags[block] = _block_cost(problem, batch, block, shape, block_parts, links, hiding_s, shared)
     costs = with_launches(problem.model, batch, costs, lags) | _encoder_costs(problem, batch, links)
     if problem.training.runs_reference:  # forward only, with exposed traffic and launches
         costs = {
@@ -123,9 +123,9 @@ def _hiding_experts_s(model: ModelSpec, costs: dict[Block, BlockCost]) -> Floats
     Includes their wait for sharded-state traffic, the smallest of all layers.
     """
     layers = [layer for layer in (*model.layer_kinds, model.mtp_layer) if Block.MOE in layer]
-    beside = [[costs[block] for block in layer if block in costs] for layer in layers]
-    work = reduce(np.minimum, (add_up(cost.hiding_s for cost in others) for others in beside))
-    return work + reduce(np.minimum, (add_up(cost.states_s for cost in others) for others in beside))
+    costs_of_layers = [[costs[block] for block in layer if block in costs] for layer in layers]
+    work = reduce(np.minimum, (add_up(cost.hiding_s for cost in layer_costs) for layer_costs in costs_of_layers))
+    return work + reduce(np.minimum, (add_up(cost.states_s for cost in layer_costs) for layer_costs in costs_of_layers))
 
 
 def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Block, BlockCost]:
@@ -138,10 +138,14 @@ def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Blo
     return {
         ENCODER_BLOCKS[block]: replace(
             cost,
-            backward_s={name: is_trained * own + again * cost.repeat_s[name] for name, own in cost.backward_s.items()},
+            backward_s={
+                name: is_trained * term_s + again * cost.repeat_s[name] for name, term_s in cost.backward_s.items()
+            },
             repeat_s=dict.fromkeys(cost.repeat_s, none),
-            weight_s={name: is_trained * own for name, own in cost.weight_s.items()},
-            split_s={name: is_trained * own + again * cost.split_repeat_s[name] for name, own in cost.split_s.items()},
+            weight_s={name: is_trained * term_s for name, term_s in cost.weight_s.items()},
+            split_s={
+                name: is_trained * term_s + again * cost.split_repeat_s[name] for name, term_s in cost.split_s.items()
+            },
             split_repeat_s=dict.fromkeys(cost.split_repeat_s, none),
         )
         for block, cost in block_costs(encoding, batch, links).items()
@@ -275,8 +279,8 @@ def _pass_terms(parts: _Parts, ep: Floats) -> tuple[dict[str, Floats], dict[str,
         "ep_communication": Pass(ep, ep),
         "reference": Pass.none(len(ep)),
     }
-    forward = {name: own.forward_s for name, own in passes.items()}
-    return forward, {name: own.backward_s for name, own in passes.items()}
+    forward = {name: term.forward_s for name, term in passes.items()}
+    return forward, {name: term.backward_s for name, term in passes.items()}
 
 
 def _block_cost(
@@ -291,28 +295,14 @@ def _block_cost(
 ) -> tuple[BlockCost, Lags]:
     framework, zeros = problem.framework, np.zeros(len(batch))
     unit = unit_parameters(problem, batch, shape)
-    copies = copied_states_s(problem, batch, unit)
     ep, wait = zeros, Pass.none(len(batch))
     if block is Block.MOE:
         work_s = parts.kernels.passes.total_s + parts.tp.total_s + hiding_s
         ep = shown_expert_parallel_s(problem, batch, parts.ep, work_s)
         wait = _experts_wait_s(problem, batch)
-    forward, backward = _pass_terms(parts, ep)
-    # The time of a layer that was measured as a whole includes gradient accumulation.
-    adds_apart = ~parts.is_whole & ~(framework.kernels.fuses_accumulation_in_pipelines & (batch.pp > 1))
-    accumulated = problem.bytes_moved_per_accumulated_grad * unit.trained_elements * adds_apart
-    backward["memory_bound"] = backward["memory_bound"] + memory_bound_s(problem, accumulated) + copies.backward_s
-    forward_s = add_up(forward.values())
-    forward["memory_bound"] = forward["memory_bound"] + copies.forward_s  # not repeated by recomputation
-    spared = _never_repeated_s(framework, block, parts)
-    backward["recompute"] = selective_s(problem, batch, block, parts.kernels, forward_s, parts.tp_inputs, spared)
-    if parts.is_whole.any():
-        is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
-        backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
+    forward, backward, repeated = _work_terms(problem, batch, block, parts, unit, ep)
     states = sharded_states_s(problem, batch, links, unit)
     host = _launch_s(problem, batch, block, parts.is_whole)
-    spared = spared + _never_repeated_experts_s(problem, block, parts, ep)
-    repeated = backward | {"recompute": forward_s - spared}
 
     def halves(terms: dict[str, Floats], launch_s: Floats, wait_s: Floats) -> Halves | None:
         if not np.isin(batch.schedule, SPLIT_SCHEDULES).any():
@@ -338,13 +328,37 @@ def _block_cost(
         split_s={"gemm": parts.split_s},
         split_repeat_s={"gemm": zeros},
     )
-    both = (apart, apart_again) if apart and apart_again else None
-    if both:
-        cost = cost.with_halves(*both, is_measured=~np.isnan(parts.again_s))
+    split_waits = (apart, apart_again) if apart and apart_again else None
+    if split_waits:
+        cost = cost.with_halves(*split_waits, is_measured=~np.isnan(parts.again_s))
     if shared.is_measured.any():
         share = unit.all_elements / layer_parameters(problem, batch)
         cost = cost.with_states(shared.is_measured, share * shared.every_s)
-    return cost, Lags(forward_s=lag, backward_s=late, repeated_s=again_late, halves=both)
+    return cost, Lags(forward_s=lag, backward_s=late, repeated_s=again_late, halves=split_waits)
+
+
+def _work_terms(
+    problem: Problem, batch: PlanBatch, block: Block, parts: _Parts, unit: UnitParameters, ep: Floats
+) -> tuple[dict[str, Floats], dict[str, Floats], dict[str, Floats]]:
+    """Return the terms of a block's (forward pass, backward pass, backward pass with full recomputation).
+
+    `ep` is the exposed time of dispatch and combine.
+    """
+    framework, copies = problem.framework, copied_states_s(problem, batch, unit)
+    forward, backward = _pass_terms(parts, ep)
+    # The time of a layer that was measured as a whole includes gradient accumulation.
+    adds_apart = ~parts.is_whole & ~(framework.kernels.fuses_accumulation_in_pipelines & (batch.pp > 1))
+    accumulated = problem.bytes_moved_per_accumulated_grad * unit.trained_elements * adds_apart
+    backward["memory_bound"] = backward["memory_bound"] + memory_bound_s(problem, accumulated) + copies.backward_s
+    forward_s = add_up(forward.values())
+    forward["memory_bound"] = forward["memory_bound"] + copies.forward_s  # not repeated by recomputation
+    spared = _never_repeated_s(framework, block, parts)
+    backward["recompute"] = selective_s(problem, batch, block, parts.kernels, forward_s, parts.tp_inputs, spared)
+    if parts.is_whole.any():
+        is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
+        backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
+    spared = spared + _never_repeated_experts_s(problem, block, parts, ep)
+    return forward, backward, backward | {"recompute": forward_s - spared}
 
 
 def _repeat_terms(parts: _Parts, repeated: dict[str, Floats], backward: dict[str, Floats]) -> dict[str, Floats]:

@@ -293,10 +293,10 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
     )
     changed: dict[str, Any] = dict(zip(TIME_SPREADS, _started_spreads(runs[0].problem), strict=True))
     for at, kind in enumerate(TIME_SPREADS):
-        if len(own := left_out[kinds == at]):
-            weight = len(own) / (len(own) + PRIOR_RUNS)
+        if len(errors := left_out[kinds == at]):
+            weight = len(errors) / (len(errors) + PRIOR_RUNS)
             started = float(np.mean(spreads[kinds == at] ** 2))
-            changed[kind] = float(np.sqrt(weight * conformal_spread(own) ** 2 + (1 - weight) * started))
+            changed[kind] = float(np.sqrt(weight * conformal_spread(errors) ** 2 + (1 - weight) * started))
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
         calibration=replace(fitted_to_all, name=name, sources=sources, unseen=(), **(changed | _likeness(runs, base))),
@@ -308,23 +308,23 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
 def _started_spreads(problem: Problem) -> list[float]:
     """Spread of every kind of plan before any run: that of the calibration, or else the general spread."""
     base = problem.calibration
-    own = base.time_spreads
-    return [float(spread) for spread in np.where(np.isnan(own), spread_range(problem)[1], own)]
+    fitted = base.time_spreads
+    return [float(spread) for spread in np.where(np.isnan(fitted), spread_range(problem)[1], fitted)]
 
 
 def _likeness(runs: Sequence[MeasuredRun], base: Calibration) -> dict[str, Any]:
     """Fields of a calibration that describe its runs, including those of `base`."""
-    own = likeness([run.problem for run in runs], [_cost(run) for run in runs])
+    fields = likeness([run.problem for run in runs], [_cost(run) for run in runs])
     if base.time_spread is not None:
-        own["exposed_share"] = max(base.exposed_share, own["exposed_share"])
+        fields["exposed_share"] = max(base.exposed_share, fields["exposed_share"])
         limited = [name for name in ("blocks", "precisions", "most_devices") if getattr(base, name)]
-        own = {name: value for name, value in own.items() if name in (*limited, "exposed_share")}
+        fields = {name: value for name, value in fields.items() if name in (*limited, "exposed_share")}
     for name in ("blocks", "precisions"):
-        if name in own:
-            own[name] = tuple(sorted({*own[name], *getattr(base, name)}))
-    if "most_devices" in own:
-        own["most_devices"] = max(own["most_devices"], base.most_devices)
-    return own
+        if name in fields:
+            fields[name] = tuple(sorted({*fields[name], *getattr(base, name)}))
+    if "most_devices" in fields:
+        fields["most_devices"] = max(fields["most_devices"], base.most_devices)
+    return fields
 
 
 def likeness(problems: Sequence[Problem], costs: Sequence[CostEstimate], quantile: float = 1.0) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def term_spreads(needed: Sequence[NeededTime], sample_spreads: Mapping[str, floa
     variances: dict[str, float] = defaultdict(float)
     measured: dict[str, float] = defaultdict(float)
     for need in needed:
-        own = sum((source.share * sample_spreads.get(source.source, 0.0)) ** 2 for source in need.sources)
-        variance = own + _SERVED_SPREADS.get(need.served, 0.0) ** 2
+        sampled = sum((source.share * sample_spreads.get(source.source, 0.0)) ** 2 for source in need.sources)
+        variance = sampled + _SERVED_SPREADS.get(need.served, 0.0) ** 2
         for name, share in need.terms.items():
             if share is not None:
                 variances[name] += share**2 * variance
@@ -94,7 +94,11 @@ def _needs(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Operation, tupl
         for shape in sorted(shapes):
             dtypes.setdefault((operation, shape), []).append(dtype)
     for (operation, shape), names in dtypes.items():
-        if operation in COLLECTIVES and shape != (beside := links.siblings(shape)) and (operation, beside) in dtypes:
+        if (
+            operation in COLLECTIVES
+            and shape != (with_siblings := links.siblings(shape))
+            and (operation, with_siblings) in dtypes
+        ):
             continue  # the same group alone, which is used if it was not measured together with its siblings
         yield operation, tuple(names), shape
 
@@ -128,15 +132,15 @@ def _served(
     """Return (how a time is obtained, its data type, seconds, its sources)."""
     timings = problem.timings
     shapes = [shape, (*shape[:2], 1.0, shape[3])] if operation in COLLECTIVES and shape[0] == shape[1] else [shape]
-    for own in shapes:
+    for candidate in shapes:
         for dtype in dtypes:
-            lookup = find(timings, operation, (dtype,), np.array([own]))
+            lookup = find(timings, operation, (dtype,), np.array([candidate]))
             if np.isnan(lookup.seconds[0]):
                 continue
             served: Served = (
                 "disturbed" if lookup.is_disturbed[0] else "measured" if lookup.is_exact[0] else "interpolated"
             )
-            return served, dtype, float(lookup.seconds[0]), timings.sources_of(operation, dtype, own)
+            return served, dtype, float(lookup.seconds[0]), timings.sources_of(operation, dtype, candidate)
     if operation in COLLECTIVES:
         links = Links.of(problem)
         if scaled_shape := links.scaled_from(operation, shape):

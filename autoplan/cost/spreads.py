@@ -144,10 +144,10 @@ class Sides(NamedTuple):
 class Familiarity(Rows):
     """Familiarity of plans before their times are known: arrays have one element per plan."""
 
-    own: Floats  # variance of runs of their kind
+    kind_variance: Floats  # variance of runs of their kind
     weight: Floats  # weight of that against the general variance: 1, or 0 if something is new or there are no runs
     mixture: Floats  # 1 if the model has experts
-    news: Floats  # degree of each of `NOVELTIES`: shape (plans, novelties)
+    novelty: Floats  # degree of each of `NOVELTIES`: shape (plans, novelties)
     machine: Floats  # variance of timings and devices that represent different ones
     links: Floats  # variance of link rates, for the share of a step spent waiting for links
     exposed_share: Floats  # largest exposed share at which a plan is similar to the runs
@@ -157,23 +157,23 @@ class Familiarity(Rows):
         """Compare plans with the runs of the problem's calibration."""
         calibration, size = problem.calibration, len(batch)
         apart = calibration.experts_time_spread is not None
-        own = calibration.time_spreads[spread_kinds(problem, batch, experts_apart=apart)]
-        news = np.zeros((size, len(NOVELTIES)))
+        kind_spreads = calibration.time_spreads[spread_kinds(problem, batch, experts_apart=apart)]
+        novelty = np.zeros((size, len(NOVELTIES)))
         # A device with measured kernels is not of an unknown generation.
         measured_here = ("generation",) if problem.timings.has_kernels else ()
         for at, name in enumerate(NOVELTIES[:2]):
-            news[:, at] = name in calibration.unseen and name not in measured_here
+            novelty[:, at] = name in calibration.unseen and name not in measured_here
         if calibration.blocks:
-            news[:, 2] = not special_parts(problem) <= set(calibration.blocks)
+            novelty[:, 2] = not special_parts(problem) <= set(calibration.blocks)
         if calibration.precisions:
-            news[:, 3] = width_of(problem.training.precision) not in calibration.precisions
+            novelty[:, 3] = width_of(problem.training.precision) not in calibration.precisions
         if calibration.most_devices:
-            news[:, 4] = np.sqrt(np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0))
+            novelty[:, 4] = np.sqrt(np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0))
         return cls(
-            own=np.nan_to_num(own) ** 2,
-            weight=np.where(np.isnan(own) | news.any(axis=1), 0.0, 1.0),
+            kind_variance=np.nan_to_num(kind_spreads) ** 2,
+            weight=np.where(np.isnan(kind_spreads) | novelty.any(axis=1), 0.0, 1.0),
             mixture=np.full(size, float(problem.model.moe is not None)),
-            news=news,
+            novelty=novelty,
             machine=np.full(size, problem.machine_spread**2),
             links=np.full(size, problem.link_spread**2),
             exposed_share=np.full(size, calibration.exposed_share),
@@ -183,12 +183,12 @@ class Familiarity(Rows):
     def full(cls, size: int) -> Familiarity:
         """Return the familiarity of fully known plans, as a start for `lessen`."""
         none = np.zeros(size)
-        news = np.zeros((size, len(NOVELTIES)))
+        novelty = np.zeros((size, len(NOVELTIES)))
         return cls(
-            own=none.copy(),
+            kind_variance=none.copy(),
             weight=none + 1.0,
             mixture=none.copy(),
-            news=news,
+            novelty=novelty,
             machine=none.copy(),
             links=none.copy(),
             exposed_share=none + 1.0,
@@ -206,7 +206,7 @@ class Familiarity(Rows):
         weight = np.where(exposed_shares(terms_s, step_s) <= self.exposed_share, self.weight, 0.0)
         shares = component_shares(terms_s)[:, [list(COMPONENTS).index(name) for name in HARD]]
         short = np.sqrt(np.maximum(np.log2(SHORT_S / step_s), 0.0))
-        general = np.column_stack([np.ones(len(weight)), shares, short, self.mixture, self.news]) ** 2
+        general = np.column_stack([np.ones(len(weight)), shares, short, self.mixture, self.novelty]) ** 2
         return weight, general * (1.0 - weight)[:, None]
 
     def sides(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
@@ -214,8 +214,8 @@ class Familiarity(Rows):
         weight, parts = self.own_parts(terms_s, step_s)
         general = add_up(parts[:, at] * square for at, square in enumerate(general_spreads().squares))
         faster, slower = self.equipment(terms_s, step_s)
-        below = weight * self.own + faster + general_spreads().below ** 2 * general
-        return Sides(np.sqrt(below), np.sqrt(weight * self.own + slower + general))
+        below = weight * self.kind_variance + faster + general_spreads().below ** 2 * general
+        return Sides(np.sqrt(below), np.sqrt(weight * self.kind_variance + slower + general))
 
     def equipment(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
         """Variances of devices and links on both sides: a slow link costs more of a step than a fast one saves."""
@@ -227,9 +227,9 @@ class Familiarity(Rows):
     def least(self) -> Floats:
         """Lower bound on every plan's spread on the side of slower runs, for any times."""
         squares = general_spreads().squares
-        always = np.column_stack([np.ones(len(self.own)), self.mixture, self.news])
+        always = np.column_stack([np.ones(len(self.kind_variance)), self.mixture, self.novelty])
         general = always**2 @ squares[[GENERAL_PARTS.index(name) for name in ("any_step", "mixture", *NOVELTIES)]]
-        by_runs = self.weight * self.own + (1.0 - self.weight) * general
+        by_runs = self.weight * self.kind_variance + (1.0 - self.weight) * general
         return np.sqrt(np.where(self.exposed_share < 1, np.minimum(by_runs, general), by_runs) + self.machine)
 
 
@@ -243,10 +243,10 @@ def spread_range(problem: Problem) -> tuple[float, float]:
     usual = general.any_step**2 + (general.mixture**2 if problem.model.moe else 0.0)
     hardest = usual + _HARD_SHARE**2 * squares[1 : 1 + len(HARD)].max()
     apart = calibration.experts_time_spread is not None and problem.model.moe is not None
-    own = calibration.time_spreads[[(name == "experts_time_spread") == apart for name in TIME_SPREADS]] ** 2
-    own = own[~np.isnan(own)]
+    variances = calibration.time_spreads[[(name == "experts_time_spread") == apart for name in TIME_SPREADS]] ** 2
+    variances = variances[~np.isnan(variances)]
     is_limited = bool(calibration.blocks or calibration.precisions or calibration.most_devices)
-    least, largest = (float(own.min()), float(own.max())) if len(own) else (usual, hardest)
+    least, largest = (float(variances.min()), float(variances.max())) if len(variances) else (usual, hardest)
     if calibration.exposed_share < 1 or is_limited:
         least, largest = min(least, usual), max(largest, usual)
     machine, links = problem.machine_spread**2, (_HARD_SHARE * problem.link_spread) ** 2

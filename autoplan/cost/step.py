@@ -90,7 +90,7 @@ class LaidOutPipelines:
         passes, before_head = (
             Pass(
                 *(
-                    over_stages(layouts, [layout.overall * getattr(own, name) for layout, own in pairs], len(batch))
+                    over_stages(layouts, [layout.overall * getattr(times, name) for layout, times in pairs], len(batch))
                     for name in ("forward_s", "backward_s")
                 )
             )
@@ -123,10 +123,10 @@ class LaidOutPipelines:
         if self.layouts[0].on_part is None:
             return dict(values[0])
         joined = {name: np.zeros(len(self.batch)) for name in values[0]}
-        for layout, own in zip(self.layouts, values, strict=True):
+        for layout, layout_values in zip(self.layouts, values, strict=True):
             assert layout.on_part is not None
             rows = np.flatnonzero(layout.on_part[np.arange(len(layout.on_part)), stage[layout.pipeline]])
-            for name, value in own.items():
+            for name, value in layout_values.items():
                 joined[name][layout.pipeline[rows]] = value[rows]
         return joined
 
@@ -165,8 +165,8 @@ def _makespan(pipelines: LaidOutPipelines) -> Makespan:
         flow = gpipe_s(pipelines.forward_s, pipelines.backward_s, m, hop_s[:, :-1], overlaps=overlaps)
         makespan = Makespan(*(np.where(is_gpipe, *pair) for pair in zip(flow, makespan, strict=True)))
     for rows, times in _run_in_order(pipelines):
-        for values, own in zip(makespan, (times.send_free_s, times.exposed_send_s, times.critical), strict=True):
-            values[rows] = own
+        for values, ordered in zip(makespan, (times.send_free_s, times.exposed_send_s, times.critical), strict=True):
+            values[rows] = ordered
     return makespan
 
 
@@ -188,10 +188,10 @@ def _chunk_passes(pipelines: LaidOutPipelines, rows: Ints, layers: tuple[int, ..
     """Times of one micro-batch through every chunk of the pipelines at `rows`: shape (pipelines, chunks)."""
     layouts, passes = [], []
     for layout in pipelines.layouts:
-        own = np.flatnonzero(np.isin(layout.pipeline, rows))
-        on_part = None if layout.on_part is None else layout.on_part[own]
-        layouts.append(replace(layout, pipeline=np.searchsorted(rows, layout.pipeline[own]), on_part=on_part))
-        passes.append(chunk_times(layout.problem, layout.laid, own, layers, num_repeated).scaled(layout.overall))
+        plan_rows = np.flatnonzero(np.isin(layout.pipeline, rows))
+        on_part = None if layout.on_part is None else layout.on_part[plan_rows]
+        layouts.append(replace(layout, pipeline=np.searchsorted(rows, layout.pipeline[plan_rows]), on_part=on_part))
+        passes.append(chunk_times(layout.problem, layout.laid, plan_rows, layers, num_repeated).scaled(layout.overall))
     return SplitPass(*(over_stages(layouts, values, len(rows)) for values in zip(*passes, strict=True)))
 
 
@@ -275,8 +275,8 @@ def _uneven_lengths_s(pipelines: LaidOutPipelines) -> Floats:
         )
         head_s = layout.only_on_part(blocks.at_last(layout.laid.head.total_s)).sum(axis=1)
         varying = varying_s(layout.problem, layout.laid.costs.blocks, count, repeated, head_s)
-        for total, own in zip((tokens_s, squares_s), varying, strict=True):
-            np.add.at(total, layout.pipeline, layout.overall * own)
+        for total, part in zip((tokens_s, squares_s), varying, strict=True):
+            np.add.at(total, layout.pipeline, layout.overall * part)
     return waiting_s(pipelines.layouts[0].problem, pipelines.batch, Varying(tokens_s, squares_s))
 
 

@@ -47,7 +47,7 @@ MIN_S = 1e-12  # a shorter wait is rounding
 class Event(NamedTuple):
     """An interval of a rank's time; `kind` is a pass ("forward"), a term of the step or "message".
 
-    `beside`: it overlaps with the rank's work and adds nothing to the step; the other events of a rank fill the step
+    `is_hidden`: it overlaps with the rank's work and adds nothing to the step; the other events of a rank fill the step
     without gaps.
     """
 
@@ -58,7 +58,7 @@ class Event(NamedTuple):
     duration_s: float
     microbatch: int | None = None
     chunk: int | None = None  # in model order
-    beside: bool = False
+    is_hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class RankTimeline:
     ranks: tuple[int, ...]  # global ranks that do the same
     passes: tuple[Event, ...]  # undivided, including their waits, over all streams
     pass_terms_s: Mapping[tuple[str, int], Mapping[str, float]]  # of one pass by (kind, chunk), without zeros
-    others: tuple[Event, ...]  # messages and waits of the pipeline, then end-of-step terms
+    other_events: tuple[Event, ...]  # messages and waits of the pipeline, then end-of-step terms
     memory_time_s: Floats  # times from which the rank holds
     memory_bytes: Floats  # these bytes
 
@@ -86,7 +86,7 @@ class RankTimeline:
                     kind, name = took[0], f"{took[0]} of {event.name}".replace("_", " ")
                 yield event._replace(stream=stream, kind=kind, name=name, start_s=start, duration_s=seconds)
                 start += seconds
-        yield from self.others
+        yield from self.other_events
 
     def terms_s(self) -> dict[str, float]:
         """Terms of the step on this rank: its work, its waits, and the end of the step."""
@@ -94,8 +94,8 @@ class RankTimeline:
         for event in self.passes:
             for name, seconds in self.pass_terms_s[event.kind, event.chunk or 0].items():
                 sums[name] += seconds
-        for event in self.others:
-            if not event.beside:
+        for event in self.other_events:
+            if not event.is_hidden:
                 sums[event.kind] += event.duration_s
         return sums
 
@@ -161,13 +161,15 @@ def pipeline_of(
     levels: dict[str, Floats] = defaultdict(lambda: np.zeros(plan.pp))
     alive = np.zeros(len(stage_of))
     for layout in pipelines.layouts:
-        for row, own in enumerate(np.ones((1, plan.pp), dtype=np.bool_) if layout.on_part is None else layout.on_part):
-            chunks = own[stage_of]
+        for row, is_on_part in enumerate(
+            np.ones((1, plan.pp), dtype=np.bool_) if layout.on_part is None else layout.on_part
+        ):
+            chunks = is_on_part[stage_of]
             of_chunks = pass_terms(layout.problem, layout.laid, row)
             passes |= {(kind, chunk): value for (kind, chunk), value in of_chunks.items() if chunks[chunk]}
             alive[chunks] = chunk_activation_bytes(layout.problem, layout.laid.batch)[row, chunks]
             for name, value in memory_levels(layout.problem, layout.laid.memory, row).items():
-                levels[name][own] = value[own]
+                levels[name][is_on_part] = value[is_on_part]
     end_s = zip(HIDING, collectives_s(pipelines), strict=True)
     return Pipeline(
         schedule=plan.schedule,
@@ -214,8 +216,8 @@ def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tupl
     orders = rank_orders(pipeline.shape)
     ranks = []
     for stage, order in enumerate(orders):
-        own = {key: value for key, value in pipeline.pass_terms_s.items() if key[1] in chunks_of[stage]}
-        passes, calls = _placed(pipeline, order, steps[stage], own, exact_s)
+        pass_terms_s = {key: value for key, value in pipeline.pass_terms_s.items() if key[1] in chunks_of[stage]}
+        passes, calls = _placed(pipeline, order, steps[stage], pass_terms_s, exact_s)
         beside_passes = [
             *(calls or _messages(pipeline, order, passes)),
             *_waits(passes, pipeline),
@@ -229,8 +231,8 @@ def _draw(pipeline: Pipeline, terms: Mapping[str, float], last_s: float) -> tupl
                 place=pipeline.places[stage],
                 ranks=pipeline.ranks[stage],
                 passes=tuple(passes),
-                pass_terms_s=own,
-                others=tuple(beside_passes),
+                pass_terms_s=pass_terms_s,
+                other_events=tuple(beside_passes),
                 memory_time_s=memory[0],
                 memory_bytes=memory[1],
             )
@@ -270,10 +272,10 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
             terms["launch"] *= max(1.0 - float(getattr(laid.hidden_launches, name)[at]) / launches, 0.0)
         terms["launch"] += laid.costs.action_s[at]
     weight["head"][-1] += laid.costs.head.weight_s[at]
-    for stage, own in enumerate(of_ranks):
+    for stage, rank_chunks in enumerate(of_ranks):
         retries = laid.retries_s[at, stage] / plan.vp
-        forward["allocator_retries"][own] += retries / 3
-        backward["allocator_retries"][own] += retries * 2 / 3
+        forward["allocator_retries"][rank_chunks] += retries / 3
+        backward["allocator_retries"][rank_chunks] += retries * 2 / 3
     backward = {name: backward[name] + split[name] for name in WORK_TERMS}
     inputs = {name: backward[name] - weight[name] for name in WORK_TERMS}
     tables = {"forward": forward, "backward": backward, "input_gradient": inputs, "weight_gradient": weight}
@@ -329,7 +331,7 @@ def _placed(
 
 
 def _message(name: str, start_s: float, duration_s: float, microbatch: int | None = None) -> Event:
-    return Event("pipeline", "message", name, start_s, duration_s, microbatch, beside=True)
+    return Event("pipeline", "message", name, start_s, duration_s, microbatch, is_hidden=True)
 
 
 def _messages(pipeline: Pipeline, order: Sequence[Operation], passes: Sequence[Event]) -> list[Event]:
@@ -387,7 +389,7 @@ def _beside(terms: Mapping[str, float], last_s: float, end_s: Mapping[str, float
         if hidden > MIN_S * last_s:
             start = last_s - hidden if name == "data_parallel_reduce" else 0.0
             words = f"{name} beside passes".replace("_", " ")
-            yield Event(STREAM_OF[name], name, words, start, hidden, beside=True)
+            yield Event(STREAM_OF[name], name, words, start, hidden, is_hidden=True)
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------

@@ -90,15 +90,15 @@ class Distribution:
         step = max(self.step, added.step)
         if step == 0.0:
             return Distribution(self.start + added.start, 0.0, np.ones(1))
-        own, added_on = self._on(step), added._on(step)
-        size = len(own.mass) + len(added_on.mass) - 1
+        here, there = self._on(step), added._on(step)
+        size = len(here.mass) + len(there.mass) - 1
         padded = 1 << (size - 1).bit_length()
-        mass = np.fft.irfft(np.fft.rfft(own.mass, padded) * np.fft.rfft(added_on.mass, padded), padded)[:size]
+        mass = np.fft.irfft(np.fft.rfft(here.mass, padded) * np.fft.rfft(there.mass, padded), padded)[:size]
         mass = np.maximum(mass, 0.0)
         likely = np.flatnonzero(mass > MIN_MASS * mass.max())
         first, last = int(likely[0]), int(likely[-1])
         mass = mass[first : last + 1] / mass[first : last + 1].sum()
-        total = Distribution(own.start + added_on.start + first * step, step, mass)
+        total = Distribution(here.start + there.start + first * step, step, mass)
         return total._on(step * (len(mass) - 1) / (CELLS - 1)) if len(mass) > CELLS else total
 
     def _on(self, step: float) -> Distribution:

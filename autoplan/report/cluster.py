@@ -143,7 +143,7 @@ def _line(cluster_graph: ClusterGraph, vertex: str, places: int) -> Tree:
     if len(ways) < 2:
         return _tree(": ".join([text, *ways]))
     line = _tree(text)
-    line.children += [_tree(way) for way in ways]
+    line.children += [_tree(branch) for branch in ways]
     return line
 
 

@@ -90,9 +90,9 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
 def _optimizer(row: Row) -> OptimizerName:
     """Return the row's optimizer, by default Adam."""
     name = optimizer_named(row.options().get("optimizer", "adam"))
-    for known in OPTIMIZERS:
-        if name == known:
-            return known
+    for optimizer in OPTIMIZERS:
+        if name == optimizer:
+            return optimizer
     raise UnpricedError(f"option optimizer {name[:40]!r} is not one of {', '.join(OPTIMIZERS)}")
 
 

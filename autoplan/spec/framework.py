@@ -337,8 +337,8 @@ class Framework:
 
     def choosing(self, plan: ParallelPlan) -> Framework:
         """Return the framework whose plans have the options of `plan` that decide the numerics of training."""
-        own = {name: getattr(plan, name) for name, axis in AXIS.items() if axis.exact is not None}
-        chosen = {name: value for name, value in (self.choices | own).items() if value != AXIS[name].default}
+        numerics = {name: getattr(plan, name) for name, axis in AXIS.items() if axis.exact is not None}
+        chosen = {name: value for name, value in (self.choices | numerics).items() if value != AXIS[name].default}
         return replace(self, usual=tuple(f"{name}={shown(value)}" for name, value in chosen.items()))
 
     def trait(self, name: str) -> Any:
@@ -350,7 +350,7 @@ class Framework:
         groups: dict[str, dict[str, Any]] = {}
         for name, value in traits.items():
             groups.setdefault(GROUP_OF[name], {})[name] = value
-        return replace(self, **{group: replace(getattr(self, group), **own) for group, own in groups.items()})
+        return replace(self, **{group: replace(getattr(self, group), **values) for group, values in groups.items()})
 
 
 GROUPS: dict[str, type] = {

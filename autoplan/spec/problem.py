@@ -147,7 +147,7 @@ class Problem:
         alone = encoder.patches or training.document_len
         other = copy.copy(self)
         object.__setattr__(other, "model", encoder.layers)
-        own = replace(
+        encoder_training = replace(
             training,
             seq_len=self.encoder_len,
             document_len=None if training.stores_scores else alone,
@@ -155,7 +155,7 @@ class Problem:
             finetuning=None,
             preference=None,
         )
-        object.__setattr__(other, "training", own)
+        object.__setattr__(other, "training", encoder_training)
         return other
 
     def attending(self, block: Block) -> Problem:

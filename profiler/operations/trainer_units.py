@@ -50,12 +50,12 @@ class Grids:
 
     def of(self, plan: ParallelPlan) -> Grid:
         """Return the mesh of a plan, as often as it has room side by side."""
-        beside, remainder = divmod(self._num_ranks, plan.num_devices)
-        if remainder or not beside:
+        num_grids, remainder = divmod(self._num_ranks, plan.num_devices)
+        if remainder or not num_grids:
             raise InputError(f"{plan.num_devices} devices do not divide the {self._num_ranks} ranks")
         key = (plan.tp, plan.dp, plan.pp)
         if key not in self._made:
-            self._made[key] = make_grid(plan, self._device, num_beside=beside)
+            self._made[key] = make_grid(plan, self._device, num_beside=num_grids)
         return self._made[key]
 
     def check(self, num_devices: int, devices_per_domain: int, stride: int = 1) -> None:

@@ -181,9 +181,11 @@ def shown_reduce_s(
     # passes they have gradients of weights left to compute until every stage is done.
     backward = backward_s / batch.vp[:, None]
     in_one = overlapped & (_chunks(batch) == 1)[:, None]
-    own = np.where(in_one, framework.overlap.grad_reduce_overlap_share * backward_s, 0.0)
-    slack = np.where(np.isin(batch.schedule, SPLIT_SCHEDULES)[:, None], own, np.cumsum(backward, axis=1) - backward)
-    slack[:, 0] = own[:, 0]
+    last_pass_s = np.where(in_one, framework.overlap.grad_reduce_overlap_share * backward_s, 0.0)
+    slack = np.where(
+        np.isin(batch.schedule, SPLIT_SCHEDULES)[:, None], last_pass_s, np.cumsum(backward, axis=1) - backward
+    )
+    slack[:, 0] = last_pass_s[:, 0]
     # The last bucket is ready only when the backward pass is over.
     exposed = np.maximum((late_s - slack).max(axis=1), reduce_s[:, 0] / first.num_blocks)
     contention = contention_share(problem.timings, *_REDUCTIONS)
@@ -195,10 +197,10 @@ def shown_gather_s(
 ) -> Floats:
     """Exposed time of the parameter gather, which may overlap with the next forward passes, chunk by chunk."""
     hidden = batch.param_gather_overlap & problem.framework.overlap.param_gather_overlap
-    own, chunk_s = gather_s[:, 0], forward_s[:, 0] / _chunks(batch)
+    first_gather_s, chunk_s = gather_s[:, 0], forward_s[:, 0] / _chunks(batch)
     between = _between_chunks_s(batch, forward_s)[:, 0]
-    shown = np.maximum(first.chunk_share(batch) * own, own - between) - chunk_s
-    return np.where(hidden, np.maximum(shown, own / first.num_blocks), gather_s.max(axis=1))
+    shown = np.maximum(first.chunk_share(batch) * first_gather_s, first_gather_s - between) - chunk_s
+    return np.where(hidden, np.maximum(shown, first_gather_s / first.num_blocks), gather_s.max(axis=1))
 
 
 def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s: Floats, most_blocks: Ints) -> Floats:

@@ -155,11 +155,11 @@ def _host_copies_s(
     beyond_cast = weight_bytes(problem, batch) - problem.training.element_bytes
     held_bytes = (parameters.dense_bytes + beyond_cast * parameters.trained_dense) / shard
     held_bytes = held_bytes + (parameters.expert_bytes + beyond_cast * parameters.trained_expert) / expert_shard
-    own = parameters.trained_dense / shard + parameters.trained_expert / expert_shard
+    trained = parameters.trained_dense / shard + parameters.trained_expert / expert_shard
     added_share = 1.0 - 1.0 / batch.num_microbatches
     link, on_host = problem.cluster.device.host_link_bytes_per_s, parameters_on_host(batch)
     per_gradient_s = grad_bytes(problem, batch) / link + added_share * 3 * WIDE_BYTES / HOST_BYTES_PER_S
-    return on_host * held_bytes / link, on_host * own * per_gradient_s
+    return on_host * held_bytes / link, on_host * trained * per_gradient_s
 
 
 def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParameters) -> Pass:

@@ -241,18 +241,20 @@ def tensor_parallel_s(
     forward, gather, reduce = alone.forward_s, alone.gather_s, alone.sum_s
     meeting = add_up(_meeting_s(problem, batch))
     meetings = np.where(batch.sp, 2, 1) * meeting
-    beside = np.minimum(reduce + meeting, columns_s) if framework.overlap.tp_reduce_overlap else np.zeros_like(reduce)
+    overlapped_s = (
+        np.minimum(reduce + meeting, columns_s) if framework.overlap.tp_reduce_overlap else np.zeros_like(reduce)
+    )
     contention = contention_share(problem.timings, "reduce_scatter", "all_reduce")
-    plain = forward + meetings, gather + reduce + meetings - (1.0 - contention) * beside
+    plain = forward + meetings, gather + reduce + meetings - (1.0 - contention) * overlapped_s
     if framework.overlap.tp_overlap_pieces:
         pieces = _in_pieces_s(problem, batch, shape, alone, kernels)
         overlapped = (
             pieces.forward_s,
-            pieces.backward_s + reduce - (1.0 - contention) * np.minimum(beside, reduce),
+            pieces.backward_s + reduce - (1.0 - contention) * np.minimum(overlapped_s, reduce),
         )
     else:
         # A share of the collectives overlaps with the same share of the products, and at most their time is hidden.
-        backward_s = gather + np.maximum(reduce - beside, 0.0)
+        backward_s = gather + np.maximum(reduce - overlapped_s, 0.0)
         overlapped = (
             plain[0] - framework.overlap.tp_overlap_share * np.minimum(forward, kernels.gemm.forward_s),
             plain[1] - framework.overlap.tp_overlap_share * np.minimum(backward_s, kernels.gemm.backward_s),
@@ -321,11 +323,11 @@ def tensor_parallel_ends_s(problem: Problem, batch: PlanBatch, links: LinkTimes,
     else:
         loss = logits.seconds(links) + meeting
     tables, heads = int(has_table), int(has_head) * (1 + problem.model.num_mtp_layers)
-    beside = np.minimum(heads * reduce, head_weight_s) if problem.framework.overlap.tp_reduce_overlap else none
+    overlapped_s = np.minimum(heads * reduce, head_weight_s) if problem.framework.overlap.tp_reduce_overlap else none
     contention = contention_share(problem.timings, "reduce_scatter", "all_reduce")
     return Ends(
         Pass(tables * reduce, tables * gather),
-        Pass(heads * (gather + loss), heads * reduce - (1.0 - contention) * beside),
+        Pass(heads * (gather + loss), heads * reduce - (1.0 - contention) * overlapped_s),
     )
 
 

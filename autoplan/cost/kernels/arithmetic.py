@@ -166,8 +166,8 @@ def model_flops_per_token(
 
 def _weights_at_ends(model: ModelSpec) -> int:
     """Elements of further matrices before and after the layers, besides embedding and head."""
-    own = [sizes for addition in model.additions if addition.block == "ends" for sizes in addition.matrices]
-    return sum(inputs * outputs for inputs, outputs in own)
+    matrices = [sizes for addition in model.additions if addition.block == "ends" for sizes in addition.matrices]
+    return sum(inputs * outputs for inputs, outputs in matrices)
 
 
 def _visited_share(model: ModelSpec, linear: Linear) -> float:

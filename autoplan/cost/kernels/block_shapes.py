@@ -253,12 +253,12 @@ def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict
 
 def _with_additions(model: ModelSpec, block: Block, shape: BlockShape) -> BlockShape:
     """Return the shape of a block with the model's additional matrices, which are replicated on every rank."""
-    own = [addition for addition in model.additions if addition.block == block]
-    matrices = [sizes for addition in own for sizes in addition.matrices]
+    additions = [addition for addition in model.additions if addition.block == block]
+    matrices = [sizes for addition in additions for sizes in addition.matrices]
     return replace(
         shape,
         linears=(*shape.linears, *(Linear(f"{ADDED}{at}", *sizes, "replicated") for at, sizes in enumerate(matrices))),
-        num_norm_parameters=shape.num_norm_parameters + sum(addition.num_parameters for addition in own),
+        num_norm_parameters=shape.num_norm_parameters + sum(addition.num_parameters for addition in additions),
     )
 
 

@@ -48,10 +48,10 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
         name = tuple(Precision)[at]
         rows = np.flatnonzero(batch.precision == at)
         shapes = columns[..., rows, :]
-        own = find(problem.timings, operation, _MEASURED_IN.get(name, (name,)), shapes.reshape(-1, shapes.shape[-1]))
-        lookup.seconds[..., rows] = own.seconds.reshape(shapes.shape[:-1])
-        lookup.is_exact[..., rows] = own.is_exact.reshape(shapes.shape[:-1])
-        lookup.is_disturbed[..., rows] = own.is_disturbed.reshape(shapes.shape[:-1])
+        found = find(problem.timings, operation, _MEASURED_IN.get(name, (name,)), shapes.reshape(-1, shapes.shape[-1]))
+        lookup.seconds[..., rows] = found.seconds.reshape(shapes.shape[:-1])
+        lookup.is_exact[..., rows] = found.is_exact.reshape(shapes.shape[:-1])
+        lookup.is_disturbed[..., rows] = found.is_disturbed.reshape(shapes.shape[:-1])
     return replace(lookup, source_factors=problem.timings.source_factors).scaled(1 / problem.device_share)
 
 
@@ -59,10 +59,10 @@ def passes_s(lookups: Sequence[Lookup], references: Sequence[Floats]) -> tuple[F
     """Seconds of a forward pass and its backward passes, from their lookups and references."""
     forward = lookups[0]
     times, unmeasured = [forward.otherwise(references[0])], np.zeros_like(forward.is_exact)
-    for own, reference in zip(lookups[1:], references[1:], strict=True):
+    for backward, reference in zip(lookups[1:], references[1:], strict=True):
         # Backward passes that were not measured are scaled by the forward pass.
         kin = replace(forward, seconds=forward.seconds * reference / references[0], is_exact=unmeasured)
-        times.append(own.before(kin).otherwise(reference))
+        times.append(backward.before(kin).otherwise(reference))
     return tuple(times)
 
 

@@ -13,14 +13,14 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 
-def orthogonalise_s(problem: Problem, batch: PlanBatch, own: Floats) -> Floats:
-    """Time of a rank to orthogonalise its `own` parameters, assuming the model's average share of matrices among them.
+def orthogonalise_s(problem: Problem, batch: PlanBatch, num_parameters: Floats) -> Floats:
+    """Time of a rank to orthogonalise its `num_parameters`, assuming the model's average share of matrices among them.
 
     Tensor-parallel ranks process their parts of a matrix (Megatron-Core's `blockwise`); data-parallel ranks with
     sharded states process the matrices in their shard.
     """
     if not TRAITS[problem.training.optimizer].orthogonalises:
-        return np.zeros_like(own)
+        return np.zeros_like(num_parameters)
     model, finetuning = problem.model, problem.training.finetuning
     shapes = block_shapes(model, finetuning)
     operations, elements = np.zeros(len(batch)), np.zeros(len(batch))
@@ -37,4 +37,4 @@ def orthogonalise_s(problem: Problem, batch: PlanBatch, own: Floats) -> Floats:
     if finetuning is None or not finetuning.has_adapters:
         tables = 1.0 if model.tied_embeddings else 2.0
         elements = elements + tables * model.vocab_size * model.table_width / batch.tp
-    return own * operations / np.maximum(elements, 1.0) / gemm_rate(problem, batch.unquantised())
+    return num_parameters * operations / np.maximum(elements, 1.0) / gemm_rate(problem, batch.unquantised())

@@ -111,8 +111,8 @@ def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:
     ones = np.ones(len(batch))
     if linear.split == "column":
         groups = np.minimum(batch.tp, linear.num_groups)
-        own = linear.out_size - linear.grouped_out_size
-        return linear.in_size * ones, own / batch.tp + linear.grouped_out_size / groups
+        ungrouped = linear.out_size - linear.grouped_out_size
+        return linear.in_size * ones, ungrouped / batch.tp + linear.grouped_out_size / groups
     if linear.split == "row":
         return linear.in_size / batch.tp, linear.out_size * ones
     if linear.split == "expert_column":
@@ -128,9 +128,9 @@ def matrix_pieces(problem: Problem, linear: Linear) -> tuple[Linear, ...]:
         return (linear,)
     if linear.name == "qkv":
         shared = linear.grouped_out_size // 2
-        own = replace(linear, out_size=linear.out_size - 2 * shared, grouped_out_size=0)
+        queries = replace(linear, out_size=linear.out_size - 2 * shared, grouped_out_size=0)
         part = replace(linear, out_size=shared, grouped_out_size=shared)
-        return own, part, part
+        return queries, part, part
     if linear.name == "fc1" and problem.model.gated_mlp:
         half = replace(linear, out_size=linear.out_size // 2)
         return half, half

@@ -89,8 +89,8 @@ def _measured_experts(
     """
     model, moe = problem.model, problem.model.moe
     assert moe is not None
-    own = [matrices[linear.name] for linear in shape.linears if linear.is_expert]
-    products = SplitPass(*(add_up(seconds) for seconds in zip(*own, strict=True)))
+    expert_matrices = [matrices[linear.name] for linear in shape.linears if linear.is_expert]
+    products = SplitPass(*(add_up(seconds) for seconds in zip(*expert_matrices, strict=True)))
     reference = Pass(products.forward_s, products.backward_s).plus(activation)
     # All ranks of an expert group contribute tokens; the busiest rank determines the time.
     tokens = norm_tokens(problem, batch) * batch.ep * batch.etp * expert_imbalance(problem, batch)

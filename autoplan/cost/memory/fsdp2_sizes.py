@@ -61,8 +61,8 @@ def pass_sizes(
     has_before, stays = batch.num_microbatches > 1, ~parameters_on_host(batch)[:, None]
     unit = np.zeros(len(batch))
     for layer in set(model.layers):
-        own = (local_parameters(batch, shapes[block], trained=True) for block in layer)
-        unit = np.maximum(unit, add_up(add_up(pair) for pair in own))
+        layer_parameters = (local_parameters(batch, shapes[block], trained=True) for block in layer)
+        unit = np.maximum(unit, add_up(add_up(pair) for pair in layer_parameters))
     tokens = rank_tokens(problem, batch)
     ends = _chunk_ends(problem, batch) if blocks.num_stages > 1 else None
     live = activation_bytes(problem, batch, blocks, per_block, ends)

@@ -208,8 +208,8 @@ def updated_parameters(batch: PlanBatch, parameters: StageParameters) -> Floats:
     """Parameters that a rank of every stage updates: shape (plans, stages)."""
     parameters = parameters.trained
     groups, is_sharded = process_groups(batch), batch.sharding >= Sharding.ZERO1.code
-    own = parameters.dense / np.where(is_sharded, groups.shard.size, 1)[:, None]
-    return own + parameters.expert / np.where(is_sharded, groups.expert_shard.size, 1)[:, None]
+    dense = parameters.dense / np.where(is_sharded, groups.shard.size, 1)[:, None]
+    return dense + parameters.expert / np.where(is_sharded, groups.expert_shard.size, 1)[:, None]
 
 
 def unit_parameters(problem: Problem, batch: PlanBatch, shape: BlockShape) -> UnitParameters:

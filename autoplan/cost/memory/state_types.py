@@ -83,8 +83,8 @@ def whole_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 def update_copy_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of temporary copies in the optimizer step, per parameter that the rank updates."""
     usual = problem.framework.memory.bytes_per_update_copy
-    made = np.where(is_16_bit_throughout(problem, batch), usual / 2.0, usual)
-    return made + np.where(batch.grad_dtype == GradType.BF16.code, WIDE_BYTES, 0.0)
+    copy_bytes = np.where(is_16_bit_throughout(problem, batch), usual / 2.0, usual)
+    return copy_bytes + np.where(batch.grad_dtype == GradType.BF16.code, WIDE_BYTES, 0.0)
 
 
 def optimizer_bytes(problem: Problem, batch: PlanBatch) -> Floats:

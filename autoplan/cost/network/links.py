@@ -270,9 +270,9 @@ _DTYPES = ("bf16", "fp16", "fp32")
 
 def _distance(group: tuple[int, ...], members: int, inside: int) -> float:
     """Return the distance of a measured group (members, inside a domain, siblings) from one with these members."""
-    group_members, beside, siblings = group
-    domains = np.log((group_members / beside) / (members / inside))
-    return float(2 * abs(np.log(beside / inside)) + abs(domains) - 0.01 * np.log(siblings))
+    group_members, group_inside, siblings = group
+    domains = np.log((group_members / group_inside) / (members / inside))
+    return float(2 * abs(np.log(group_inside / inside)) + abs(domains) - 0.01 * np.log(siblings))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,10 +397,10 @@ class Links:
     def _nearest_groups(self, operation: Operation, members: int, inside: int) -> list[tuple[int, ...]]:
         """Return (members, inside, siblings) of measured groups to scale from, the nearest first."""
         groups = [
-            (number, beside, siblings)
-            for number, beside, siblings in self.timings.groups(operation, *_DTYPES)
-            if (number == beside) == (members == inside)
-            and (number == beside or siblings == self._domain_size // beside)
+            (number, number_inside, siblings)
+            for number, number_inside, siblings in self.timings.groups(operation, *_DTYPES)
+            if (number == number_inside) == (members == inside)
+            and (number == number_inside or siblings == self._domain_size // number_inside)
         ]
         return sorted(groups, key=lambda group: _distance(group, members, inside))
 

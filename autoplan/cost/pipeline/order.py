@@ -226,7 +226,9 @@ def rank_orders(shape: PipelineShape, *, group: int | None = None) -> tuple[tupl
     group = group or microbatch_group(shape.stages, shape.num_microbatches)
     orders = (_rank_passes(shape, rank, group) for rank in range(shape.stages))
     of_ranks = chunks_of_ranks(shape.schedule, shape.stages, shape.chunks).tolist()
-    return tuple(_numbered(passes, own, shape.num_microbatches) for passes, own in zip(orders, of_ranks, strict=True))
+    return tuple(
+        _numbered(passes, chunks, shape.num_microbatches) for passes, chunks in zip(orders, of_ranks, strict=True)
+    )
 
 
 # -- live activations -------------------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ def _live_chunks(shape: PipelineShape, group: int, *, waiting: bool) -> Ints:
         peaks = [_undominated(_alive_in_turns(turns, shape.chunks, warmup)) for warmup in warmups]
     else:
         of_ranks = chunks_of_ranks(shape.schedule, shape.stages, shape.chunks)
-        pairs = [_alive(order, own) for order, own in zip(rank_orders(shape, group=group), of_ranks, strict=True)]
+        pairs = [_alive(order, chunks) for order, chunks in zip(rank_orders(shape, group=group), of_ranks, strict=True)]
         peaks = [_undominated(np.hstack(pair) if waiting else pair[0]) for pair in pairs]
     max_peaks = max(len(peak) for peak in peaks)
     padded = np.stack([np.concatenate([peak, np.repeat(peak[:1], max_peaks - len(peak), axis=0)]) for peak in peaks])

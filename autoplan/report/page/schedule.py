@@ -69,7 +69,7 @@ def _micro_batches(timeline: Timeline) -> str:
 
 
 def _waits_s(rank: RankTimeline, until_s: float) -> float:
-    return sum(event.duration_s for event in rank.others if event.stream == "wait" and event.start_s < until_s)
+    return sum(event.duration_s for event in rank.other_events if event.stream == "wait" and event.start_s < until_s)
 
 
 def _key(timeline: Timeline) -> Markup:
@@ -101,7 +101,7 @@ def _codes(rank: RankTimeline) -> list[tuple[str, int]]:
 
 
 def _content(timeline: Timeline) -> dict[str, Any]:
-    num_messages = sum(event.kind == "message" for rank in timeline.ranks for event in rank.others)
+    num_messages = sum(event.kind == "message" for rank in timeline.ranks for event in rank.other_events)
     fullest = max(timeline.ranks, key=lambda rank: float(rank.memory_bytes.max()) / rank.place.capacity_bytes)
     return {
         "step_s": timeline.step_s,
@@ -132,7 +132,7 @@ def _row(rank: RankTimeline, *, with_messages: bool) -> dict[str, Any]:
                 "traffic": sum(terms.get(name, 0.0) for name in TRAFFIC) / seconds if seconds else 0.0,
             }
         )
-    messages = [event for event in rank.others if event.kind == "message"] if with_messages else []
+    messages = [event for event in rank.other_events if event.kind == "message"] if with_messages else []
     return {
         "stage": rank.place.name,
         "where": rank.place.words,
@@ -145,8 +145,14 @@ def _row(rank: RankTimeline, *, with_messages: bool) -> dict[str, Any]:
             "seconds": _packed([message.duration_s for message in messages]),
         },
         "others": [
-            [_name(event.kind, beside=event.beside), _colour(event.kind), event.start_s, event.duration_s, event.beside]
-            for event in rank.others
+            [
+                _name(event.kind, is_hidden=event.is_hidden),
+                _colour(event.kind),
+                event.start_s,
+                event.duration_s,
+                event.is_hidden,
+            ]
+            for event in rank.other_events
             if event.kind not in ("message", "pipeline_bubble", "pipeline_send")
         ],
         "waits": _waits(rank),
@@ -155,7 +161,7 @@ def _row(rank: RankTimeline, *, with_messages: bool) -> dict[str, Any]:
 
 def _waits(rank: RankTimeline) -> dict[str, str]:
     """Return bubbles and waits for messages in time order."""
-    waits = [event for event in rank.others if event.kind in ("pipeline_bubble", "pipeline_send")]
+    waits = [event for event in rank.other_events if event.kind in ("pipeline_bubble", "pipeline_send")]
     return {
         "starts": _packed([wait.start_s for wait in waits]),
         "seconds": _packed([wait.duration_s for wait in waits]),
@@ -175,8 +181,8 @@ def _packed(values: Any, kind: type[np.generic] = np.float32) -> str:
     return b64encode(np.asarray(values).astype(np.dtype(kind).newbyteorder("<")).tobytes()).decode()
 
 
-def _name(kind: str, *, beside: bool) -> str:
-    return f"{term_name(kind)}, hidden beside passes" if beside else term_name(kind)
+def _name(kind: str, *, is_hidden: bool) -> str:
+    return f"{term_name(kind)}, hidden beside passes" if is_hidden else term_name(kind)
 
 
 def _colour(kind: str) -> str:
