@@ -39,7 +39,8 @@ from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.model import load_model, preset_models
 from autoplan.search.findings import KEPT
-from autoplan.search.limits import COUNTS, EXTENTS, FORBIDDEN
+from autoplan.search.flags import EXTENTS, FORBIDDEN
+from autoplan.search.limits import COUNTS
 from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures_at, find_objectives
 from autoplan.search.ranking import ordering, seconds_per_sequence
 from autoplan.search.sampler import Sampling

@@ -33,7 +33,7 @@ from autoplan.base.arrays import Bools, Floats
 from autoplan.base.curves import AttentionCurve, CollectiveCurve, GemmCurve
 from autoplan.base.errors import AutoplanError
 from autoplan.base.files import write_text
-from autoplan.cost.network.links import ProcessGroup, collective_s
+from autoplan.cost.network.algorithms import ProcessGroup, collective_s
 from autoplan.profiler import fit
 from autoplan.profiler.imports.aiconfigurator import read_measurements
 from autoplan.profiler.selection import COLLECTIVES_KERNEL, EXPERTS_KERNEL, for_training

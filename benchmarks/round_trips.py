@@ -39,7 +39,7 @@ from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.frameworks.registry import TARGETS, book_of
 from autoplan.launch.targets import exported
 from autoplan.search.axes import WITH_TP, axes_of
-from autoplan.search.limits import ALLOWED
+from autoplan.search.flags import ALLOWED
 from autoplan.search.ranking import ranked
 from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES, Axis, Kind
 from autoplan.spec.enums import CudaGraphs, Precision, Recompute, RecomputeModule

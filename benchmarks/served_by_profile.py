@@ -23,7 +23,8 @@ from autoplan.api.open_ranking import OpenRanking
 from autoplan.api.timings import with_timings
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
-from autoplan.cost.network.links import Links, ProcessGroup, collective_s
+from autoplan.cost.network.algorithms import ProcessGroup, collective_s
+from autoplan.cost.network.links import Links
 from autoplan.profiler.protocol import Hello
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store

@@ -25,8 +25,9 @@ from autoplan.cost.pipeline.order import PipelineShape, live_chunks
 from autoplan.cost.step import straggler_share
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.bounds import KindCosts, kind_costs
+from autoplan.search.layouts import chunk_counts
 from autoplan.search.limits import COUNTS, Limits, divisors
-from autoplan.search.space import Cell, Space, chunk_counts
+from autoplan.search.space import Cell, Space
 from autoplan.search.structures import Pipelines, Structure, pipelines
 from autoplan.spec.axes import MAX_DEGREE, SEARCHED
 from autoplan.spec.enums import Schedule, Sharding

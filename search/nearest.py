@@ -14,9 +14,9 @@ from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import WITH_TP, axes_of, differing, plan_of, words
+from autoplan.search.layouts import chunk_counts
 from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence
-from autoplan.search.space import chunk_counts
 from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, SEARCHED, Axis, Kind
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan, PlanBatch

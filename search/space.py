@@ -14,17 +14,16 @@ import numpy as np
 from autoplan.base.arrays import Bools, Ints
 from autoplan.frameworks.common.rules import Rule, legal, legal_so_far
 from autoplan.search.axes import parts_of
+from autoplan.search.layouts import searched_layouts
 from autoplan.search.limits import Limits, divisors
 from autoplan.spec.axes import AXIS, COLUMNS, SEARCHED, Value
-from autoplan.spec.enums import Recompute, Schedule, Sharding
-from autoplan.spec.model import ModelSpec
+from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.plan import (
     ALL_LAYERS,
     SPLIT_SCHEDULES,
     ParallelPlan,
     PlanBatch,
     column_type,
-    even_chunks,
     module_bits,
     parse_recompute,
     repeated_layers,
@@ -53,9 +52,6 @@ _KNOWN_OF_KIND = (
 )
 
 _PLAIN = tuple(axis for axis in COLUMNS if axis.name not in (*_DEGREES, *_GROUP))
-
-# Schedules with one chunk per rank, with two chunks in a V, and with any number.
-_ONE_CHUNK, _TWO_CHUNKS, _MANY_CHUNKS = ("1f1b", "gpipe", "zb-h1"), ("zb-v", "dualpipe-v"), ("interleaved",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -418,7 +414,7 @@ class Space:
 
     def layouts_on(self, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
         """Return (chunks per rank, schedule, layers of every chunk) of the layouts on this many stages."""
-        return _layouts(self.limits, self.workload.model, pp)
+        return searched_layouts(self.limits, self.workload.model, pp)
 
     def _size(self, cell: Cell) -> int:
         """Number of plans in a cell, without those whose number of recomputed layers covers whole chunks."""
@@ -454,45 +450,6 @@ def _expanded(columns: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, 
 
 
 @lru_cache(maxsize=4096)
-def chunk_counts(num_layers: int, pp: int, *, is_uneven: bool = False) -> tuple[int, ...]:
-    """Return interleaving degrees to search: divisors of a rank's layers, or all if stages may be uneven.
-
-    The layers per rank are rounded up, also with embedding and head counted as layers, as in Llama 3 405B: 126 layers
-    on 16 ranks give 8 per rank and 8 chunks, of which the first and the last have no layer.
-    """
-    if pp == 1:
-        return (1,)
-    if is_uneven:
-        return tuple(range(1, (num_layers + 2) // pp + 1))
-    per_rank = {-(-num_layers // pp), -(-(num_layers + 2) // pp)}
-    return tuple(sorted({vp for layers in per_rank for vp in divisors(layers) if pp * vp <= num_layers + 2}))
-
-
-@lru_cache(maxsize=4096)
-def layouts(
-    num_layers: int, pp: int, vp: int, num_mtp_layers: int = 0, fewer_at_ends: int = 1
-) -> tuple[tuple[int, ...], ...]:
-    """Return layers per chunk: spread evenly, and with embedding and head counted as layers.
-
-    The head counts as one layer, or as one plus the prediction layers before it; the embedding as none or one; or each
-    as up to `fewer_at_ends`.  Only the end chunks may be without layers, and every rank has a layer.
-    """
-    chunks = pp * vp
-    chunkings = [even_chunks(num_layers, chunks)]
-    if pp > 1:
-        for behind in sorted({*range(1, fewer_at_ends + 1), 1 + num_mtp_layers}):
-            for before in range(fewer_at_ends + 1):
-                even = even_chunks(num_layers + before + behind, chunks)
-                chunkings.append((even[0] - before, *even[1:-1], even[-1] - behind))
-
-    def usable(layout: tuple[int, ...]) -> bool:
-        # Ranks with several chunks have one that is not an end.
-        return min(layout) >= 0 and all(layout if vp == 1 else layout[1:-1])
-
-    return tuple(dict.fromkeys(layout for layout in chunkings if usable(layout)))
-
-
-@lru_cache(maxsize=4096)
 def _group_rows(limits: Limits, dp: int, choices: tuple[tuple[Value, ...], ...]) -> Ints:
     rows = [
         (batch, micro, *(axis.code(value) for axis, value in zip(_GROUP_WORDS, values, strict=True)))
@@ -503,32 +460,6 @@ def _group_rows(limits: Limits, dp: int, choices: tuple[tuple[Value, ...], ...])
         for values in product(*choices)
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, len(_GROUP))
-
-
-@lru_cache(maxsize=4096)
-def _layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
-    return tuple(
-        (vp, Schedule(schedule).code, layout)
-        for vp in ((1,) if limits.split else chunk_counts(model.num_layers, pp, is_uneven=limits.fewer_at_ends > 1))
-        if limits.admits("vp", vp)
-        for layout in (
-            (limits.split(model, pp),)
-            if limits.split
-            else layouts(model.num_layers, pp, vp, model.num_mtp_layers, limits.fewer_at_ends)
-        )
-        for schedule in _schedules(limits, pp, vp)
-    )
-
-
-def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:
-    """Return the schedules for this many stages and chunks; a single stage has no pipeline and uses 1F1B."""
-    if pp == 1:
-        exist: tuple[str, ...] = ("1f1b",)
-    elif vp == 1:
-        exist = _ONE_CHUNK
-    else:
-        exist = _MANY_CHUNKS + (_TWO_CHUNKS if vp == 2 else ())
-    return tuple(name for name in exist if name in limits.of("schedule"))
 
 
 def _recompute(text: str) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import BOOKS
 from autoplan.search.baselines import baseline_plans, families
 from autoplan.search.choice import pace
-from autoplan.search.limits import with_flags
+from autoplan.search.flags import with_flags
 from autoplan.search.study import search
 from autoplan.spec.model import Experts
 from search_cases import DENSE, LARGE, make

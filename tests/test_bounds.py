@@ -23,9 +23,10 @@ from autoplan.search.bounds import (
     plain_bounds,
     plan_bounds,
 )
+from autoplan.search.flags import with_flags
 from autoplan.search.kind_memory import kind_memory
 from autoplan.search.layer_spread import spread_of
-from autoplan.search.limits import default_limits, with_flags
+from autoplan.search.limits import default_limits
 from autoplan.search.space import Inside, Space
 from autoplan.search.study import search
 from autoplan.spec.axes import USUAL_SCHEDULES

@@ -19,34 +19,23 @@ from autoplan.base.files import decode, encode, read_table
 from autoplan.cli import COMMANDS
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
-from autoplan.report.answer import print_search, why_first
+from autoplan.report.answer import print_search
 from autoplan.report.estimate import print_estimate
+from autoplan.report.ranking import why_first
 from autoplan.report.terminal import make_console
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import NO_TIMINGS
 from commands import run
+from model_specs import LLAMA_CONFIG
 
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 8192,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 PLACE = ("--cluster", "h100-sxm:1x8", "--global-batch", "16", "--seq-len", "4096")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA_CONFIG))
     return tmp_path
 
 
@@ -54,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which one search has run."""
     folder = tmp_path_factory.mktemp("searched")
-    (folder / "llama.json").write_text(json.dumps(LLAMA))
+    (folder / "llama.json").write_text(json.dumps(LLAMA_CONFIG))
     done = run(folder, "search", "llama.json", *PLACE)
     assert done.returncode == 0, done.stderr
     (folder / "stdout").write_text(done.stdout)
@@ -139,7 +128,7 @@ def test_a_plan_file_takes_no_flags_that_would_be_ignored(searched: Path, flags:
 
 
 def test_a_plan_that_cannot_be_exported_gets_no_export_command(folder: Path) -> None:
-    (folder / "other.json").write_text(json.dumps(LLAMA | {"rope_theta": 10000.5}))
+    (folder / "other.json").write_text(json.dumps(LLAMA_CONFIG | {"rope_theta": 10000.5}))
     done = run(folder, "search", "other.json", *PLACE)
     assert done.returncode == 0, done.stderr
     assert "autoplan export" not in done.stdout
@@ -203,7 +192,7 @@ def test_a_file_is_replaced_with_force_only(searched: Path) -> None:
         assert "autoplan export" not in kept.stdout
     assert_refused(searched, "export", "plan.json", "--to", "megatron-lm", "--out", "llama.json", says="exists")
     assert (searched / "plan.json").read_text() == before
-    assert json.loads((searched / "llama.json").read_text()) == LLAMA
+    assert json.loads((searched / "llama.json").read_text()) == LLAMA_CONFIG
     assert run(searched, "search", "llama.json", *PLACE, "--force").returncode == 0
 
 
@@ -439,14 +428,14 @@ BAD_CONFIGS = {
     "malformed.json": '{"model_type": "llama",\n "hidden_size": }',
     "malformed.toml": 'name = "x"\nnum_layers = = 3\n',
     "list.json": "[1, 2]",
-    "huge.json": json.dumps(LLAMA).replace("128256", "1e30"),
-    "negative.json": json.dumps(LLAMA).replace("128256", "-5"),
-    "zero.json": json.dumps(LLAMA).replace("128256", "0"),
-    "nan.json": json.dumps(LLAMA).replace("128256", "NaN"),
-    "infinite.json": json.dumps(LLAMA).replace("128256", "Infinity"),
-    "text.json": json.dumps(LLAMA).replace("128256", '"many"'),
-    "unknown.json": json.dumps(LLAMA).replace('"llama"', '"perceiver"'),
-    "heads.json": json.dumps(LLAMA).replace('"num_attention_heads": 32', '"num_attention_heads": 33'),
+    "huge.json": json.dumps(LLAMA_CONFIG).replace("128256", "1e30"),
+    "negative.json": json.dumps(LLAMA_CONFIG).replace("128256", "-5"),
+    "zero.json": json.dumps(LLAMA_CONFIG).replace("128256", "0"),
+    "nan.json": json.dumps(LLAMA_CONFIG).replace("128256", "NaN"),
+    "infinite.json": json.dumps(LLAMA_CONFIG).replace("128256", "Infinity"),
+    "text.json": json.dumps(LLAMA_CONFIG).replace("128256", '"many"'),
+    "unknown.json": json.dumps(LLAMA_CONFIG).replace('"llama"', '"perceiver"'),
+    "heads.json": json.dumps(LLAMA_CONFIG).replace('"num_attention_heads": 32', '"num_attention_heads": 33'),
 }
 
 

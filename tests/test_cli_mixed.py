@@ -13,20 +13,8 @@ from autoplan.base.units import format_bytes
 from autoplan.spec.explanation import MixedExplanation
 from autoplan.spec.plan_file import MixedPlanFile
 from commands import run
+from model_specs import LLAMA_CONFIG
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 8192,
-    "vocab_size": 128256,
-    "max_position_embeddings": 8192,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}
 MIXED = ("--cluster", "h100-sxm:1x4+a100-sxm:1x2", "--global-batch", "16", "--seq-len", "4096")
 
 
@@ -34,7 +22,7 @@ MIXED = ("--cluster", "h100-sxm:1x4+a100-sxm:1x2", "--global-batch", "16", "--se
 def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which one search on a mixed cluster has run."""
     folder = tmp_path_factory.mktemp("searched")
-    (folder / "llama.json").write_text(json.dumps(LLAMA))
+    (folder / "llama.json").write_text(json.dumps(LLAMA_CONFIG))
     done = run(folder, "search", "llama.json", *MIXED)
     assert done.returncode == 0, done.stderr
     (folder / "stdout").write_text(done.stdout)

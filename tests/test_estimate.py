@@ -19,7 +19,8 @@ from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.kernels.attention import DROPOUT_ATTENTION_TIME
 from autoplan.cost.kernels.products import gemm_rate, gemm_s
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS
-from autoplan.cost.network.links import CONTENTION_SHARE, Links, ProcessGroup, collective_s
+from autoplan.cost.network.algorithms import ProcessGroup, collective_s
+from autoplan.cost.network.links import CONTENTION_SHARE, Links
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
 from autoplan.cost.spreads import NORMAL_90
 from autoplan.cost.step import STRAGGLER_SPREAD

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.network.links import Links, ProcessGroup
+from autoplan.cost.network.algorithms import ProcessGroup
+from autoplan.cost.network.links import Links
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.measurement import Measurement
 from autoplan.spec.plan import ParallelPlan

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.network.links import ProcessGroup, collective_s
+from autoplan.cost.network.algorithms import ProcessGroup, collective_s
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.operations import Operation
 from autoplan.topology.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec

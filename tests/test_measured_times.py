@@ -16,8 +16,9 @@ from autoplan.cost.kernels.memory_bound import KERNEL_START_S, KERNELS_BACKWARD,
 from autoplan.cost.kernels.products import gemm_rate, gemm_s
 from autoplan.cost.kernels.sizes import expert_tokens
 from autoplan.cost.kernels.times import kernel_times
-from autoplan.cost.network.links import Links, ProcessGroup
-from autoplan.cost.network.links import collective_s as unmeasured_s
+from autoplan.cost.network.algorithms import ProcessGroup
+from autoplan.cost.network.algorithms import collective_s as unmeasured_s
+from autoplan.cost.network.links import Links
 from autoplan.cost.provenance import shares, term_shares
 from autoplan.spec.calibration import Calibration, burst_factors
 from autoplan.spec.enums import Sharding

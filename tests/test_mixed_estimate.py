@@ -14,7 +14,8 @@ from autoplan.base.errors import InputError, UnpricedError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.mixed.collectives import Islands, links_between
 from autoplan.cost.mixed.estimate import estimate_mixed
-from autoplan.cost.network.links import Links, ProcessGroup
+from autoplan.cost.network.algorithms import ProcessGroup
+from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, pipeline_s, send_exposed_s
 from autoplan.frameworks.presets import load_framework

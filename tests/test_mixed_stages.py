@@ -19,12 +19,13 @@ from autoplan.cost.passes import SplitPass
 from autoplan.cost.pipeline.order import PipelineShape
 from autoplan.cost.pipeline.recurrence import rank_steps
 from autoplan.cost.pipeline.waits import ROWS
-from autoplan.cost.timeline import RankTimeline, Timeline, timeline
+from autoplan.cost.timeline import timeline
 from autoplan.readers.cluster import load_cluster
 from autoplan.report.trace import trace_json
 from autoplan.search.mixed_explanation import explain_mixed
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.spec.terms import END_TERMS, STEP_TERMS
+from autoplan.spec.timeline import RankTimeline, Timeline
 from autoplan.topology.mixed_cluster import BetweenSpec
 from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled, stages, whole
 from pipeline_oracle import simulate_blocking

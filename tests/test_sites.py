@@ -7,10 +7,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from autoplan.cost.network.links import Links, ProcessGroup
+from autoplan.cost.network.algorithms import ProcessGroup
+from autoplan.cost.network.links import Links
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.readers.cluster import load_cluster
-from autoplan.search.limits import default_limits, with_flags
+from autoplan.search.flags import with_flags
+from autoplan.search.limits import default_limits
 from autoplan.search.ranking import RankedPlan
 from autoplan.search.space import Space
 from autoplan.search.study import search

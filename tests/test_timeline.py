@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.pipeline.order import chunks_of_ranks
-from autoplan.cost.timeline import Event, RankTimeline, Timeline, timeline
+from autoplan.cost.timeline import timeline
 from autoplan.frameworks.presets import load_framework
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Schedule
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import END_TERMS, STEP_TERMS, STREAMS
+from autoplan.spec.timeline import Event, RankTimeline, Timeline
 from test_blocks import eager
 from test_estimate import cases, problem_of, problems
 

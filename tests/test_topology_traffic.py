@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoplan.cost.network.links import ProcessGroup, collective_s
+from autoplan.cost.network.algorithms import ProcessGroup, collective_s
 from autoplan.readers.cluster import load_cluster
 from autoplan.topology.cluster import ClusterSpec, LinkLevel, NetworkSpec, SwitchTier, WanSpec
 from autoplan.topology.levels import compile_topology

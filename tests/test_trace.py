@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 from autoplan.cost.estimate import stage_costs
-from autoplan.cost.timeline import Timeline, timeline
+from autoplan.cost.timeline import timeline
 from autoplan.frameworks.presets import load_framework
 from autoplan.report.trace import trace_json
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.terms import STREAM_OF, STREAMS
+from autoplan.spec.timeline import Timeline
 from commands import run
 from test_estimate import problem_of
 

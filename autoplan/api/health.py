@@ -15,7 +15,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import check_target, write_text
 from autoplan.base.user import user_name
 from autoplan.base.values import parse_duration
-from autoplan.cost.network.links import ProcessGroup, collective_s
+from autoplan.cost.network.algorithms import ProcessGroup, collective_s
 from autoplan.profiler.allocation import Allocation
 from autoplan.profiler.crew import Crew, place_with
 from autoplan.profiler.discover.write import cluster_toml

@@ -22,7 +22,8 @@ from autoplan.readers.finetuning import combined, optimizer_named, optimizer_of,
 from autoplan.readers.lengths import load_lengths
 from autoplan.readers.mixed_cluster import load_parts
 from autoplan.readers.model import load_model as read_model
-from autoplan.search.limits import batch_grid, check_words, default_limits, with_flags
+from autoplan.search.flags import check_words, with_flags
+from autoplan.search.limits import batch_grid, default_limits
 from autoplan.search.placement import is_fragmented
 from autoplan.search.space import Space
 from autoplan.spec.calibration import Calibration

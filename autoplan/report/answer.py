@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import NormalDist
 
 import numpy as np
 from rich.console import Console
@@ -12,35 +11,24 @@ from rich.markup import escape
 from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds, format_two_figures
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.cost.kernels.sequences import tokens_per_sample, useful
-from autoplan.cost.spreads import NORMAL_90
+from autoplan.report.ranking import MIN_OFF, SHOWN_PLANS, choice_lines, print_ranking, reasons, slower, why_first
 from autoplan.report.terminal import (
-    END_OF_STEP,
-    MIN_GAP,
-    WAITS,
     labelled,
     number_ranges,
     print_part,
-    print_table,
     repetitions,
-    term_name,
 )
 from autoplan.spec.estimate import datasheet_peak
-from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import HostRanks
-from autoplan.spec.search_result import Allowance, Certificate, Confidence, ObviousPlan, RankedPlan
+from autoplan.spec.search_result import Allowance, Certificate, Confidence, RankedPlan
 from autoplan.spec.timing import Provenance
 from autoplan.spec.training import TrainingSpec
 
-SHOWN_PLANS = 10
 SHOWN_ALLOWANCES = 2
-SHOWN_REASONS = 3
-MIN_REASON = 0.02  # relative to the largest
-MIN_OFF = 0.001  # less would show as 0.0 %
-SHOWN_FLIPS = 3
 SHOWN_SWITCHES = 8
 MIN_SHOWN_SHARE = 0.0005  # less would show as 0.0 %
 SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is only shown if the plan offloads
@@ -63,7 +51,7 @@ def print_search(console: Console, file: PlanFile, *, details: bool = False) -> 
     if details and file.alternatives:
         console.print()
         quantile = file.certificate.quantile if file.certificate else None
-        _print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]], quantile)
+        print_ranking(console, [file.best, *file.alternatives[: SHOWN_PLANS - 1]], quantile)
     if lines:
         console.print()
         print_lines(console, lines)
@@ -240,13 +228,6 @@ def searched_line(certificate: Certificate) -> str:
     return f"{text} (plans up to {format_percent(margin)} slower may have the lowest quantile)" if margin else text
 
 
-def slower(behind: float) -> str:
-    """Return the share by which a step is slower or, for a negative `behind`, faster."""
-    if abs(behind) < MIN_GAP:
-        return "as fast"
-    return f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
-
-
 def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelPlan) -> str:
     """Return a sentence on the next best kind of plan, and whether the model can distinguish the two.
 
@@ -329,100 +310,6 @@ def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: flo
     more = [f"{len(shown) - SHOWN_SWITCHES} more"] if len(shown) > SHOWN_SWITCHES else []
     gain = format_percent(listed_step_s / step_s - 1)
     return f"{gain} faster than in the listed order of the nodes; {', '.join((*shown[:SHOWN_SWITCHES], *more))}"
-
-
-def _print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float | None) -> None:
-    """Print the plans in order, with the quantile of the step if they are sorted by one."""
-    has_batches = len({plan.plan.global_batch for plan in plans}) > 1
-    columns = [("#", True), ("plan", False), ("step", True), ("tokens/s", True), ("MFU", True), ("memory", True)]
-    if quantile is not None:
-        columns.insert(3, (f"{quantile:g} quantile", True))
-    rows = []
-    for at, plan in enumerate(plans, 1):
-        cells = [
-            str(at),
-            escape(plan.plan.describe()),
-            format_seconds(plan.step_s),
-            f"{plan.tokens_per_s_per_device:,.0f}",
-            format_percent(plan.mfu),
-            format_bytes(plan.memory_bytes),
-        ]
-        if quantile is not None:
-            spreads = NormalDist().inv_cdf(quantile) / NORMAL_90
-            cells.insert(3, format_seconds(plan.step_s * (plan.high_s / plan.step_s) ** spreads))
-        rows.append([*cells, f"{plan.plan.global_batch:,}"] if has_batches else cells)
-    print_table(console, [*columns, ("batch", True)] if has_batches else columns, rows, keep=3)
-
-
-def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False) -> str:
-    """Explain why the winner beats the next best plan: the terms in which their times per sequence differ most."""
-    behind = second.s_per_sequence / best.s_per_sequence - 1.0
-    if abs(behind) < MIN_GAP:
-        reason = "the plan with the fewest changes" if keeps_today else "the simpler plan"
-        return f"the next best is as fast; {reason} wins"
-    simpler = ", but less simple" if behind < 0 else ""
-    return f"the next best priced plan is {slower(behind)}{simpler}: {reasons(second, best)}"
-
-
-def reasons(plan: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> str:
-    """Describe the terms in which two plans' times per sequence differ most, from the view of the first."""
-    gained = _gained(plan, second)
-    largest = sorted(gained, key=lambda name: -abs(gained[name]))[:SHOWN_REASONS]
-    least = MIN_REASON * max(abs(gained[largest[0]]), abs(sum(gained.values())))
-    return ", ".join(
-        f"{format_seconds(abs(gained[name]))} {'less' if gained[name] > 0 else 'more'} {term_name(name)}"
-        for name in largest
-        if abs(gained[name]) > least
-    )
-
-
-def _summed(terms_s: dict[str, float]) -> dict[str, float]:
-    """Sum the work of the busiest stage into one term, and the end of the step into another."""
-    work = sum(value for name, value in terms_s.items() if name not in (*WAITS, *END_OF_STEP))
-    waits = {name: terms_s.get(name, 0.0) for name in WAITS}
-    return {"work": work, **waits, "end_of_step": sum(terms_s.get(name, 0.0) for name in END_OF_STEP)}
-
-
-def _gained(best: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> dict[str, float]:
-    """Time by which every term of the second plan is longer, for the number of sequences in the best plan's step."""
-    scale = best.plan.global_batch / second.plan.global_batch
-    terms, second_terms = best.terms_s, second.terms_s
-    if (terms.get("head", 0.0) > 0) != (second_terms.get("head", 0.0) > 0):
-        # Terms of work are those of the busiest stage, which may have the head in one plan and more layers in the
-        # other, so only their sums are comparable.
-        terms, second_terms = _summed(terms), _summed(second_terms)
-    return {name: second_terms.get(name, 0.0) * scale - value for name, value in terms.items()}
-
-
-def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for what would change the answer, and why the obvious alternatives lost."""
-    if choice.sensitivity:
-        flips = choice.sensitivity.flips
-        for at, flip in enumerate(flips[:SHOWN_FLIPS]):
-            change = f"{format_percent(abs(flip.factor - 1.0))} {'higher' if flip.factor > 1 else 'lower'}"
-            at_most = "" if flip.is_proven else "at most "
-            tell = f"; check with autoplan profile --only {','.join(flip.measure)}" if flip.measure else ""
-            yield "" if at else "unless", f"{flip.quantity} {at_most}{change}: then {flip.plan.describe()}{tell}"
-        if not flips:
-            yield "unless", "no single hardware figure, halved or doubled, makes another plan win"
-    for at, rival in enumerate(choice.obvious):
-        yield "" if at else "not", f"{rival.family}: {_lost(best, rival)}"
-
-
-def _lost(best: RankedPlan, rival: ObviousPlan) -> str:
-    """Explain why an alternative lost: memory, or time in the terms that grow most."""
-    if rival.excess_bytes > 0:
-        return f"does not fit by {format_bytes(rival.excess_bytes)} ({rival.plan.plan.describe()})"
-    lost = _gained(best, rival.plan)
-    largest = sorted(lost, key=lambda name: -lost[name])[:SHOWN_REASONS]
-    parts = [
-        f"{format_seconds(lost[name])} more {term_name(name)}"
-        for name in largest
-        if lost[name] > MIN_REASON * abs(sum(lost.values()))
-    ]
-    risk = "" if rival.plan.verdict == "fits" else "may run out of memory, "
-    gap = f"{format_percent(abs(rival.ratio - 1.0))} {'slower' if rival.ratio > 1 else 'faster'}"
-    return f"{risk}{gap} ({rival.plan.plan.describe()}): {', '.join(parts)}"
 
 
 def fastest_of(file: PlanFile) -> RankedPlan | None:

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.answer import closeness, print_answer, reasons
+from autoplan.report.answer import closeness, print_answer
 from autoplan.report.mixed_search import describe, print_mixed_answer, waiting
+from autoplan.report.ranking import reasons
 from autoplan.report.terminal import (
     END_OF_STEP,
     MAX_MEMORY_COLUMNS,

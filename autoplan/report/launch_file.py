@@ -9,7 +9,8 @@ from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.report.answer import MIN_OFF, closeness, optimizer_text, slower, training_lines
+from autoplan.report.answer import closeness, optimizer_text, training_lines
+from autoplan.report.ranking import MIN_OFF, slower
 from autoplan.report.terminal import MIN_GAP, labelled, print_part, print_table
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec

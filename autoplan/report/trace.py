@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 
 from autoplan.base.version import __version__
-from autoplan.cost.timeline import Event, RankTimeline, Timeline
 from autoplan.report.terminal import number_ranges
 from autoplan.spec.terms import STREAMS
+from autoplan.spec.timeline import Event, RankTimeline, Timeline
 
 
 def trace_json(line: Timeline, plan: str) -> str:

@@ -63,14 +63,7 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     ep = row.degree("ep", _usual_ep(problem, num_gpus, pp))
     etp = row.integer("etp", 1, at_most=MAX_DEGREE) or 1  # 0: not used
     sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel)
-    sharding = row.text("sharding", recipe.sharding)
-    offload = sharding.endswith("+offload")
-    sharding = sharding.removesuffix("+offload")
-    if sharding not in tuple(Sharding):
-        raise UnpricedError(f"sharding {sharding[:40]!r} is not one of {', '.join(tuple(Sharding))}")
-    shard = 1 if sharding == "none" else row.integer("shard_group", dp, at_most=MAX_DEGREE) or dp
-    if dp % shard:
-        raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
+    sharding, shard, offload = _sharding(row, recipe, dp)
     micro_batch = row.integer("micro_batch", _usual_micro_batch(row, recipe, pp, dp))
     global_batch = row.integer("global_batch", micro_batch * dp)
     vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MAX_DEGREE) or 1
@@ -105,7 +98,7 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         recompute_num_layers=num_repeated,
         recompute_modules=modules or DEFAULT_RECOMPUTE_MODULES,
         precision=problem.training.precision,
-        offload=_offload(row, Offload.OPTIMIZER if offload else Offload.NONE),
+        offload=_offload(row, offload),
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
         dispatcher=_dispatcher(row, problem, recipe, ep, drops=drops),
         ep_overlap=overlaps,
@@ -114,6 +107,18 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
     )
+
+
+def _sharding(row: Row, recipe: Recipe, dp: int) -> tuple[str, int, Offload]:
+    """Return (sharding, ranks in a shard group, offload by the sharding's suffix "+offload")."""
+    text = row.text("sharding", recipe.sharding)
+    sharding = text.removesuffix("+offload")
+    if sharding not in tuple(Sharding):
+        raise UnpricedError(f"sharding {sharding[:40]!r} is not one of {', '.join(tuple(Sharding))}")
+    shard = 1 if sharding == "none" else row.integer("shard_group", dp, at_most=MAX_DEGREE) or dp
+    if dp % shard:
+        raise UnpricedError(f"shard_group {shard} does not divide dp {dp}")
+    return sharding, shard, Offload.NONE if sharding == text else Offload.OPTIMIZER
 
 
 def _offload(row: Row, by_sharding: Offload) -> Offload:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.frameworks.megatron_lm.rules import RULES
-from autoplan.search.limits import default_limits, with_flags
+from autoplan.search.flags import with_flags
+from autoplan.search.limits import default_limits
 from autoplan.search.space import Space
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.problem import Problem

@@ -12,7 +12,7 @@ from typing import Protocol, Self
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
-from autoplan.cost.network.links import ProcessGroup
+from autoplan.cost.network.algorithms import ProcessGroup
 from autoplan.spec.operations import Operation
 
 

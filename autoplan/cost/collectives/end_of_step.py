@@ -27,7 +27,8 @@ from autoplan.cost.memory.state_types import (
     reduced_grad_bytes,
     update_moved_bytes,
 )
-from autoplan.cost.network.links import ProcessGroup, contention_share
+from autoplan.cost.network.algorithms import ProcessGroup
+from autoplan.cost.network.links import contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Precision, Schedule, Sharding

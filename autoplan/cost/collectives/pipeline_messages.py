@@ -10,7 +10,8 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.sizes import norm_tokens, padded_vocab, rank_tokens
 from autoplan.cost.memory.state_types import reduced_grad_bytes
-from autoplan.cost.network.links import Links, ProcessGroup
+from autoplan.cost.network.algorithms import ProcessGroup
+from autoplan.cost.network.links import Links
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import V_SCHEDULES
 from autoplan.spec.finetuning import EMBEDDING

@@ -5,6 +5,7 @@ Arrays have one element per plan; times are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -127,7 +128,7 @@ def _looped_kernels(problem: Problem, batch: PlanBatch, block: Block) -> Traffic
 
 def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Traffic]:
     """Bytes of a block's memory-bound operations on a rank (`modelling` C5); fp32 moves twice those of 16 bits."""
-    model, framework = problem.model, problem.framework
+    model = problem.model
     hidden, tokens, sliced = model.hidden_size, rank_tokens(problem, batch), norm_tokens(problem, batch)
     norm = sliced * hidden * model.norms_per_block * _norm_traffic(problem)
     residual = sliced * hidden * np.where(batch.dropout, 9.0, 6.0)
@@ -173,7 +174,18 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
     pieces = max((len(matrix_pieces(problem, linear)) for linear in block_shapes(model)[block].linears), default=1)
     if pieces > 1:  # each produces a gradient of the block's whole input, which are summed
         moved["input_gradients"] = Traffic(0.0 * tokens, 2.0 * (pieces + 1) * tokens * hidden)
-    factors: dict[str, Floats | float] = dict.fromkeys(moved, framework.kernels.kernel_bytes_factor)
+    factors = _kernel_factors(problem, batch, moved)
+    wider = problem.training.element_bytes / 2.0
+    return {
+        name: Traffic(once.forward_bytes * factors[name] * wider, once.backward_bytes * factors[name] * wider)
+        for name, once in moved.items()
+    }
+
+
+def _kernel_factors(problem: Problem, batch: PlanBatch, names: Iterable[str]) -> dict[str, Floats | float]:
+    """Return the bytes that the framework's kernels move, relative to fused ones, of every operation in `names`."""
+    usual = problem.framework.kernels.kernel_bytes_factor
+    factors: dict[str, Floats | float] = dict.fromkeys(names, usual)
     # Counted kernel by kernel.
     slower = problem.device.memory_efficiency / OP_BY_OP_SHARE.get(
         problem.device.generation, problem.device.memory_efficiency
@@ -181,13 +193,9 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
     factors |= dict.fromkeys(factors.keys() & {"expert_limits", "expert_biases", "stored_cast"}, slower)
     if "permute" in factors:
         # In one kernel of the dispatcher, or in several.
-        factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, framework.kernels.kernel_bytes_factor)
+        factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, usual)
         factors["permute"] = factors["permute"] * np.where(batch.token_dropping, DROPPING_PERMUTE, 1.0)
-    wider = problem.training.element_bytes / 2.0
-    return {
-        name: Traffic(once.forward_bytes * factors[name] * wider, once.backward_bytes * factors[name] * wider)
-        for name, once in moved.items()
-    }
+    return factors
 
 
 def _op_by_op_traffic(problem: Problem, batch: PlanBatch, routed: Floats) -> dict[str, Traffic]:

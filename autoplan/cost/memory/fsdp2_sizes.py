@@ -27,7 +27,7 @@ from autoplan.cost.memory.fsdp2_peaks import PassSizes, PipelineSizes
 from autoplan.cost.memory.parameters import StageParameters, frozen_bytes, local_parameters, spread_bytes
 from autoplan.cost.memory.recompute import casts_norms, eager_norm_bytes
 from autoplan.cost.memory.state_types import WIDE_BYTES, parameters_on_host
-from autoplan.cost.network.links import ProcessGroup
+from autoplan.cost.network.algorithms import ProcessGroup
 from autoplan.cost.network.process_groups import ProcessGroups
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks

@@ -5,39 +5,36 @@ Formulas: `modelling` B1-B6.  Arrays of stages have the shape (plans, stages); s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, add_up
+from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
-from autoplan.cost.kernels.sizes import NARROW_BYTES, head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
+from autoplan.cost.kernels.sizes import head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
 from autoplan.cost.memory.activations import activation_bytes, block_bytes, layer_parts, logit_bytes, stored_bytes
 from autoplan.cost.memory.allocator_cache import cached_bytes
 from autoplan.cost.memory.fsdp2_peaks import Snapshots, at_peak, pass_terms, stage_terms, with_gathered
 from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
+from autoplan.cost.memory.gathered import gathered_bytes
 from autoplan.cost.memory.parameters import (
     StageParameters,
-    local_parameters,
     spread_bytes,
     stage_parameters,
-    unit_parameters,
     updated_parameters,
 )
-from autoplan.cost.memory.recompute import whole_bytes
+from autoplan.cost.memory.recompute import Parts, whole_bytes
 from autoplan.cost.memory.state_types import (
     grad_bytes,
-    more_bytes_of_ends,
     optimizer_bytes,
     optimizer_on_host,
     parameters_on_host,
     update_copy_bytes,
     weight_bytes,
-    whole_grad_bytes,
 )
+from autoplan.cost.memory.training_states import held_weight_bytes, states
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import (
     StageBlocks,
@@ -91,93 +88,21 @@ def transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, rep
     ] * gathers
 
 
+def _recomputed_bytes(problem: Problem, batch: PlanBatch, parts: Mapping[Block, Parts]) -> Floats:
+    """Return the largest activations that a fully recomputed layer stores again, beyond its input."""
+    repeat = np.zeros(len(batch))
+    for layer in set(problem.model.layers):
+        layer_bytes = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)
+        repeat = np.maximum(repeat, layer_bytes)
+    return repeat
+
+
 def _head_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Logits and hidden states at the peak of head and loss on the last stage (`modelling` B3, B7)."""
     tokens, hidden = rank_tokens(problem, batch), problem.model.hidden_size
     # The gathered hidden states and their gradient, and both again as sharded between blocks.
     states = 2 * problem.training.element_bytes * (tokens + norm_tokens(problem, batch)) * hidden
     return (1 + problem.model.num_mtp_layers) * (logit_bytes(problem, batch) + states)
-
-
-def _gathered_bytes(
-    problem: Problem,
-    batch: PlanBatch,
-    parameters: StageParameters,
-    groups: ProcessGroups,
-    needed_bytes: Floats,
-    logits: Floats,
-    transients: Floats,
-) -> Floats:
-    """Gathered weights and unsharded gradients at zero3's peak, or at the end of a zero1 step: (plans, stages).
-
-    zero3 holds embedding and head throughout both passes and some layers at a time, or the whole stage in a pipeline
-    whose framework does not gather again for every micro-batch.  A shard group of one rank needs no copy.  Copies for
-    zero1's gather count as far as they exceed `needed_bytes` of the passes, which are free by then; of these `logits`
-    belong to the head and `transients` to a layer.
-    """
-    framework, layers = problem.framework, problem.model.layers
-    fetched = parameters_on_host(batch)
-    dense_spread, expert_spread = (groups.shard.size > 1) | fetched, (groups.expert_shard.size > 1) | fetched
-
-    def spread(dense: Floats, expert: Floats) -> Floats:
-        return dense * dense_spread + expert * expert_spread
-
-    if parameters.frozen_bytes is not None:
-        return _gathered_beside_frozen(problem, batch, parameters, groups)
-    shapes = block_shapes(problem.model, problem.training.finetuning)
-    unit = np.zeros(len(batch))
-    for layer in set(layers):
-        unit = np.maximum(unit, add_up(spread(*local_parameters(batch, shapes[block])) for block in layer))
-    element, reduced = problem.training.element_bytes, whole_grad_bytes(problem, batch)
-    in_turn = unit * (framework.memory.fsdp_prefetch_units * element + reduced)
-    root = (parameters.ends.T * dense_spread * (element + reduced)).T
-    if framework.memory.gathers_ends_in_turn:  # ends with the logits, or layers with their transients
-        head = head_columns(problem, batch) * problem.model.table_width / batch.tp
-        ends = np.minimum(parameters.ends, head[:, None]) * dense_spread[:, None] * (element + reduced)[:, None]
-        in_turns = np.maximum(logits + ends, transients + in_turn[:, None])
-        root = in_turns - np.maximum(logits, transients) - in_turn[:, None]
-    stage = (spread(parameters.dense.T, parameters.expert.T) * (element + reduced)).T
-    stays_gathered = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
-    zero3 = batch.sharding == Sharding.ZERO3.code
-    whole_copies = framework.memory.whole_gather_copies
-    copies = whole_copies + whole_copies / np.maximum(groups.shard.size, 1) / 2
-    at_end = element * spread(parameters.dense.T * copies, parameters.expert.T * copies).T - needed_bytes
-    zero1 = (batch.sharding == Sharding.ZERO1.code) & (framework.memory.whole_gather_copies > 0)
-    gathered = np.where(zero1[:, None], np.maximum(at_end, 0.0), 0.0)
-    return np.where(zero3[:, None], np.where(stays_gathered[:, None], stage, in_turn[:, None] + root), gathered)
-
-
-def _gathered_beside_frozen(
-    problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups
-) -> Floats:
-    """Bytes of weights and gradients gathered at once with frozen weights: shape (plans, stages).
-
-    Frozen weights are gathered in their storage type and have no gradients.
-
-    zero1 gathers only the adapters at the end of a step, which fit into the memory of freed activations.
-    """
-    framework, zero3 = problem.framework, batch.sharding == Sharding.ZERO3.code
-    element, wire = problem.training.element_bytes, whole_grad_bytes(problem, batch)
-    prefetched, fetched = framework.memory.fsdp_prefetch_units, parameters_on_host(batch)
-    dense_spread, expert_spread = (groups.shard.size > 1) | fetched, (groups.expert_shard.size > 1) | fetched
-
-    def spread(dense: Floats, expert: Floats) -> Floats:
-        return (dense.T * dense_spread + expert.T * expert_spread).T
-
-    shapes = block_shapes(problem.model, problem.training.finetuning)
-    unit = np.zeros(len(batch))
-    for layer in set(problem.model.layers):
-        parts = [unit_parameters(problem, batch, shapes[block]) for block in layer]
-        weights = add_up(spread(part.dense_bytes, part.expert_bytes) for part in parts)
-        gradients = add_up(spread(part.trained_dense, part.trained_expert) for part in parts)
-        unit = np.maximum(unit, prefetched * weights + wire * gradients)
-    trained, frozen = parameters.trained, parameters.frozen_bytes
-    assert frozen is not None
-    none, wire = np.zeros_like(parameters.ends), wire[:, None]
-    root = spread(element * parameters.ends + wire * trained.ends, none)
-    stage = spread(frozen.dense + (element + wire) * trained.dense, frozen.expert + (element + wire) * trained.expert)
-    stays_gathered = (batch.pp > 1) & (not framework.network.zero3_regathers_in_pipeline)
-    return np.where(zero3[:, None], np.where(stays_gathered[:, None], stage, unit[:, None] + root), 0.0)
 
 
 def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
@@ -217,85 +142,6 @@ def graph_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     num_graphed *= ~holds_graphs(batch, CudaGraphs.FULL_ITERATION)[:, None]
     hidden = norm_tokens(problem, batch) * problem.model.hidden_size
     return 2.0 * problem.training.element_bytes * hidden[:, None] * num_graphed
-
-
-class StateBytes(NamedTuple):
-    """Bytes of the training states on a rank of every stage: shape (plans, stages)."""
-
-    weights: Floats
-    gradients: Floats
-    optimizer: Floats
-
-
-def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> StateBytes:
-    """Training states under each plan's sharding; experts are sharded over their own group (`modelling` B1)."""
-    framework = problem.framework
-    sharding = batch.sharding
-    zero1 = sharding >= Sharding.ZERO1.code
-    # A buffer that accumulates gradients of several micro-batches before their reduction is unsharded.
-    reduces = framework.network.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
-    zero2 = (sharding > Sharding.ZERO2.code) | ((sharding == Sharding.ZERO2.code) & reduces)
-    zero3 = sharding >= Sharding.ZERO3.code
-    spread = partial(spread_bytes, parameters.trained, groups)
-    fp16 = batch.precision == Precision.FP16.code
-    weights = held_weight_bytes(problem, batch, parameters, groups, zero1 if framework.memory.fsdp2_states else zero3)
-    weights = weights + _narrow_weight_bytes(problem, batch, parameters)
-    per_grad = grad_bytes(problem, batch)
-    gradients = spread(per_grad, zero2)
-    accumulator = framework.memory.bytes_per_bf16_grad_accumulator
-    replaced = per_grad if framework.memory.frees_accumulated_grads else 0.0
-    gradients += spread(accumulator - replaced, zero2) * ~fp16[:, None]
-    buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
-    gradients += spread(framework.memory.bytes_per_bucket_grad, zero1) * buckets[:, None]
-    on_device = ~optimizer_on_host(batch)
-    if framework.memory.offloads_grads:
-        gradients *= (on_device | ~zero3)[:, None]
-    stays = ~parameters_on_host(batch)[:, None]
-    weights, gradients = weights * stays, gradients * stays
-    state_bytes = optimizer_bytes(problem, batch)
-    # Offloaded states leave at most their own size on the device, which matters for small optimizers.
-    device_bytes = np.where(
-        on_device, state_bytes, np.minimum(framework.memory.bytes_per_state_kept_on_device, state_bytes)
-    )
-    optimizer = spread(device_bytes, zero1)
-    if more := more_bytes_of_ends(problem):
-        ends = parameters.trained.ends
-        alone = StageParameters(dense=ends, expert=np.zeros_like(ends), ends=ends)
-        optimizer = optimizer + spread_bytes(alone, groups, np.where(on_device, more, 0.0), zero1)
-    if not framework.memory.frees_unscaled_grads:
-        optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
-    return StateBytes(weights, gradients, optimizer)
-
-
-def held_weight_bytes(
-    problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups, is_sharded: Bools
-) -> Floats:
-    """Bytes of all weights of a rank as stored, including frozen ones and a reference model: (plans, stages)."""
-    per_weight = weight_bytes(problem, batch)
-    weights = spread_bytes(parameters.trained, groups, per_weight, is_sharded)
-    if parameters.frozen_bytes is not None:
-        weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
-    if problem.training.holds_reference:  # created and sharded like the model (trl, create_reference_model)
-        weights = weights + spread_bytes(parameters, groups, per_weight, is_sharded)
-    return weights
-
-
-def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
-    """Bytes of quantised weight copies, kept from the first micro-batch to the last: (plans, stages).
-
-    Hopper multiplies 8-bit matrices in one layout only, and block scales run along one dimension, so the data gradient
-    needs its own copy; on Blackwell one 8-bit copy with one scale serves both (Transformer Engine module/base.py
-    get_weight_workspace).  Copies of weights that are gathered for every pass are not kept.  If the quantised copies
-    are the only weights, the bytes of 16-bit weights are subtracted.
-    """
-    if not problem.framework.memory.keeps_narrow_copies:
-        return np.zeros_like(parameters.dense)
-    one_layout = problem.cluster.device.generation == "blackwell"
-    copies = {name: size * (1.0 if name == "fp8" and one_layout else 2.0) for name, size in NARROW_BYTES.items()}
-    per_weight = np.array([copies.get(precision, 0.0) for precision in Precision])[batch.precision]
-    per_weight = per_weight - np.where(batch.narrow_params & (per_weight > 0.0), weight_bytes(problem, batch), 0.0)
-    per_weight = np.where(batch.sharding >= Sharding.ZERO3.code, 0.0, per_weight)
-    return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
 
 
 def context_bytes(problem: Problem) -> float:
@@ -352,11 +198,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
 
     parts = layer_parts(problem, batch)
     per_block = block_bytes(problem, batch, parts)
-    repeat = np.zeros(len(batch))
-    for layer in set(model.layers):
-        recomputed_bytes = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)
-        repeat = np.maximum(repeat, recomputed_bytes)
-
+    repeat = _recomputed_bytes(problem, batch, parts)
     logits = blocks.at_last(_head_bytes(problem, batch))
     transients = transient_bytes(problem, batch, blocks, repeat)
     # The backward pass of the head ends before that of the last layer begins, so the larger of the two counts.
@@ -371,7 +213,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "graphs": graph_buffer_bytes(problem, batch, blocks),
     }
     needed = terms["activations"] + logits + terms["transients"]
-    terms["gathered"] = _gathered_bytes(problem, batch, parameters, groups, needed, logits, transients)
+    terms["gathered"] = gathered_bytes(problem, batch, parameters, groups, needed, logits, transients)
     # Gradients that are reduced during backward passes need their bucket in addition to the activations.
     terms["gathered"] += (framework.memory.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
     snapshots: Snapshots = {}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, Rows
-from autoplan.cost.network.links import Links, ProcessGroup
+from autoplan.cost.network.algorithms import ProcessGroup
+from autoplan.cost.network.links import Links
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.operations import Operation
 from autoplan.spec.timing import NO_TIMINGS

@@ -11,10 +11,11 @@ from autoplan.cost.estimate import stage_cost
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.mixed.part_layouts import Member, lay_out_kinds
 from autoplan.cost.pipeline.order import PipelineShape
-from autoplan.cost.timeline import Timeline, check_length, pipeline_of, step_timeline
+from autoplan.cost.timeline import check_length, pipeline_of, step_timeline
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import PlacedStage, StagePlace
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
+from autoplan.spec.timeline import Timeline
 
 
 def _places(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> tuple[StagePlace, ...]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
-from autoplan.cost.network.links import ProcessGroup
+from autoplan.cost.network.algorithms import ProcessGroup
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch
 from autoplan.topology.levels import Gaps

@@ -13,11 +13,11 @@ from autoplan.report.answer import (
     proof_line,
     risk_text,
     training_lines,
-    why_first,
 )
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.elements import Segment, bar, masthead, pairs
 from autoplan.report.page.html import Child, Markup, tag
+from autoplan.report.ranking import why_first
 from autoplan.spec.plan_file import PlanFile
 
 VERDICTS = {"fits": "", "risky": "may run out of memory", "oom": "does not fit"}

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.traffic import StepTraffic
-from autoplan.cost.timeline import Timeline
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.needed_times import StepSources
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.run_report import SizeOutcome
 from autoplan.spec.search_result import RankedPlan, Sensitivity
+from autoplan.spec.timeline import Timeline
 from autoplan.spec.timing import Provenance
 
 

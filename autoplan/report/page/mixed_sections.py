@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.answer import reasons, training_lines
+from autoplan.report.answer import training_lines
 from autoplan.report.cluster import between_text
 from autoplan.report.cluster_drawing import draw
 from autoplan.report.mixed_search import certificate_line, common_words, describe, describe_kind, sizes, waiting
@@ -14,6 +14,7 @@ from autoplan.report.page.content import MixedContent
 from autoplan.report.page.elements import Segment, bar, bars, folded, masthead, note, pairs, scrolling, section, table
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.times import kind_key, kind_segments
+from autoplan.report.ranking import reasons
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.plan_file import MixedPlanFile
 from autoplan.topology.graph import quotient

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from autoplan.base.units import GIB, format_bytes, format_percent, format_seconds
-from autoplan.report.answer import choice_lines
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.elements import bar, bars, folded, note, section, table
 from autoplan.report.page.html import Child, Markup, tag
 from autoplan.report.page.plot import Axis, Series, plot
 from autoplan.report.page.times import kind_key, kind_segments, or_none
+from autoplan.report.ranking import choice_lines
 from autoplan.report.terminal import MIN_SHOWN_S, term_name
 from autoplan.spec.axes import AXES as ALL_AXES
 from autoplan.spec.axes import Kind

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from autoplan.base.units import format_percent, format_seconds
-from autoplan.cost.timeline import RankTimeline, Timeline
 from autoplan.report.page.content import Content
 from autoplan.report.page.elements import chart, folded, key, note, section, table
 from autoplan.report.page.html import Markup, data
 from autoplan.report.page.times import KINDS, or_none
 from autoplan.report.terminal import number_ranges, term_name
+from autoplan.spec.timeline import RankTimeline, Timeline
 
 MAX_MESSAGES = 100_000  # per page
 SHOWN_RANGES = 3

@@ -1,0 +1,106 @@
+"""Memory of the training states: weights, gradients and optimizer states, under each plan's sharding."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats
+from autoplan.cost.kernels.sizes import NARROW_BYTES
+from autoplan.cost.memory.parameters import (
+    StageParameters,
+    spread_bytes,
+)
+from autoplan.cost.memory.state_types import (
+    grad_bytes,
+    more_bytes_of_ends,
+    optimizer_bytes,
+    optimizer_on_host,
+    parameters_on_host,
+    weight_bytes,
+)
+from autoplan.cost.network.process_groups import ProcessGroups
+from autoplan.spec.enums import Precision, Sharding
+from autoplan.spec.plan import PlanBatch
+from autoplan.spec.problem import Problem
+
+
+class StateBytes(NamedTuple):
+    """Bytes of the training states on a rank of every stage: shape (plans, stages)."""
+
+    weights: Floats
+    gradients: Floats
+    optimizer: Floats
+
+
+def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> StateBytes:
+    """Training states under each plan's sharding; experts are sharded over their own group (`modelling` B1)."""
+    framework = problem.framework
+    sharding = batch.sharding
+    zero1 = sharding >= Sharding.ZERO1.code
+    # A buffer that accumulates gradients of several micro-batches before their reduction is unsharded.
+    reduces = framework.network.zero2_reduces_every_microbatch | (batch.num_microbatches == 1)
+    zero2 = (sharding > Sharding.ZERO2.code) | ((sharding == Sharding.ZERO2.code) & reduces)
+    zero3 = sharding >= Sharding.ZERO3.code
+    spread = partial(spread_bytes, parameters.trained, groups)
+    fp16 = batch.precision == Precision.FP16.code
+    weights = held_weight_bytes(problem, batch, parameters, groups, zero1 if framework.memory.fsdp2_states else zero3)
+    weights = weights + _narrow_weight_bytes(problem, batch, parameters)
+    per_grad = grad_bytes(problem, batch)
+    gradients = spread(per_grad, zero2)
+    accumulator = framework.memory.bytes_per_bf16_grad_accumulator
+    replaced = per_grad if framework.memory.frees_accumulated_grads else 0.0
+    gradients += spread(accumulator - replaced, zero2) * ~fp16[:, None]
+    buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
+    gradients += spread(framework.memory.bytes_per_bucket_grad, zero1) * buckets[:, None]
+    on_device = ~optimizer_on_host(batch)
+    if framework.memory.offloads_grads:
+        gradients *= (on_device | ~zero3)[:, None]
+    stays = ~parameters_on_host(batch)[:, None]
+    weights, gradients = weights * stays, gradients * stays
+    state_bytes = optimizer_bytes(problem, batch)
+    # Offloaded states leave at most their own size on the device, which matters for small optimizers.
+    device_bytes = np.where(
+        on_device, state_bytes, np.minimum(framework.memory.bytes_per_state_kept_on_device, state_bytes)
+    )
+    optimizer = spread(device_bytes, zero1)
+    if more := more_bytes_of_ends(problem):
+        ends = parameters.trained.ends
+        alone = StageParameters(dense=ends, expert=np.zeros_like(ends), ends=ends)
+        optimizer = optimizer + spread_bytes(alone, groups, np.where(on_device, more, 0.0), zero1)
+    if not framework.memory.frees_unscaled_grads:
+        optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
+    return StateBytes(weights, gradients, optimizer)
+
+
+def held_weight_bytes(
+    problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups, is_sharded: Bools
+) -> Floats:
+    """Bytes of all weights of a rank as stored, including frozen ones and a reference model: (plans, stages)."""
+    per_weight = weight_bytes(problem, batch)
+    weights = spread_bytes(parameters.trained, groups, per_weight, is_sharded)
+    if parameters.frozen_bytes is not None:
+        weights = weights + spread_bytes(parameters.frozen_bytes, groups, 1.0, is_sharded)
+    if problem.training.holds_reference:  # created and sharded like the model (trl, create_reference_model)
+        weights = weights + spread_bytes(parameters, groups, per_weight, is_sharded)
+    return weights
+
+
+def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
+    """Bytes of quantised weight copies, kept from the first micro-batch to the last: (plans, stages).
+
+    Hopper multiplies 8-bit matrices in one layout only, and block scales run along one dimension, so the data gradient
+    needs its own copy; on Blackwell one 8-bit copy with one scale serves both (Transformer Engine module/base.py
+    get_weight_workspace).  Copies of weights that are gathered for every pass are not kept.  If the quantised copies
+    are the only weights, the bytes of 16-bit weights are subtracted.
+    """
+    if not problem.framework.memory.keeps_narrow_copies:
+        return np.zeros_like(parameters.dense)
+    one_layout = problem.cluster.device.generation == "blackwell"
+    copies = {name: size * (1.0 if name == "fp8" and one_layout else 2.0) for name, size in NARROW_BYTES.items()}
+    per_weight = np.array([copies.get(precision, 0.0) for precision in Precision])[batch.precision]
+    per_weight = per_weight - np.where(batch.narrow_params & (per_weight > 0.0), weight_bytes(problem, batch), 0.0)
+    per_weight = np.where(batch.sharding >= Sharding.ZERO3.code, 0.0, per_weight)
+    return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]

@@ -1,0 +1,46 @@
+"""Models and configurations that several test files use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoplan.spec.model import ModelSpec
+
+# What all GPT models have, unlike Llama.
+GPT: dict[str, Any] = {
+    "gated_mlp": False,
+    "mlp_bias": True,
+    "qkv_bias": True,
+    "attention_output_bias": True,
+    "norm": "layernorm",
+    "position_embedding": "learned",
+    "max_positions": 2048,
+    "tied_embeddings": True,
+}
+# A configuration of the hub, of Llama 3.2 1B but for its embeddings.
+LLAMA_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 8192,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}
+
+
+def gpt(num_layers: int, hidden_size: int, num_heads: int, *, vocab_size: int = 51200, name: str = "gpt") -> ModelSpec:
+    """Return a GPT model with the usual width of its MLP."""
+    return ModelSpec(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        num_heads=num_heads,
+        ffn_size=4 * hidden_size,
+        **GPT,
+    )
