@@ -23,24 +23,10 @@ from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, Experts, LatentAttention, Mamba, ModelSpec
 from autoplan.spec.plan import ParallelPlan
+from model_specs import gpt
 from problems import problem_for
 
-GPT3 = ModelSpec(
-    name="gpt3",
-    num_layers=96,
-    hidden_size=12288,
-    vocab_size=51200,
-    num_heads=96,
-    ffn_size=49152,
-    gated_mlp=False,
-    mlp_bias=True,
-    qkv_bias=True,
-    attention_output_bias=True,
-    norm="layernorm",
-    position_embedding="learned",
-    max_positions=2048,
-    tied_embeddings=True,
-)
+GPT3 = gpt(96, 12288, 96, name="gpt3")
 MIXTRAL = ModelSpec(
     name="mixtral",
     num_layers=32,

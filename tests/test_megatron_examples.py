@@ -16,6 +16,7 @@ from autoplan.frameworks.primus import read as primus
 from autoplan.readers.model import load_model
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
+from model_specs import gpt
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,7 @@ EXAMPLES: dict[str, Example] = {
         megatron_lm.READER,
         "MEGATRON_LM_DIR",
         "examples/gpt3/train_gpt3_175b_distributed.sh",
-        ModelSpec(
-            name="megatron",
-            num_layers=96,
-            hidden_size=12288,
-            vocab_size=50257,
-            num_heads=96,
-            ffn_size=4 * 12288,
-            gated_mlp=False,
-            mlp_bias=True,
-            qkv_bias=True,
-            attention_output_bias=True,
-            norm="layernorm",
-            position_embedding="learned",
-            max_positions=2048,
-            tied_embeddings=True,
-        ),
+        gpt(96, 12288, 96, vocab_size=50257, name="megatron"),
         # The script starts one node; its degrees need 16.
         ParallelPlan(global_batch=1536, tp=8, pp=16, precision="fp16", dropout=True, **UNSHARDED),
         seq_len=2048,

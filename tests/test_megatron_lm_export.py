@@ -30,6 +30,7 @@ from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
 from launched import launched
+from model_specs import gpt
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron_lm"
 
@@ -45,22 +46,7 @@ LLAMA_8B = ModelSpec(
 )
 LLAMA_70B = replace(LLAMA_8B, name="llama3-70b", num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28672)
 LLAMA_405B = replace(LLAMA_8B, name="llama3.1-405b", num_layers=126, hidden_size=16384, num_heads=128, ffn_size=53248)
-GPT3 = ModelSpec(
-    name="gpt3-175b",
-    num_layers=96,
-    hidden_size=12288,
-    vocab_size=50257,
-    num_heads=96,
-    ffn_size=49152,
-    gated_mlp=False,
-    mlp_bias=True,
-    qkv_bias=True,
-    attention_output_bias=True,
-    norm="layernorm",
-    position_embedding="learned",
-    max_positions=2048,
-    tied_embeddings=True,
-)
+GPT3 = gpt(96, 12288, 96, vocab_size=50257, name="gpt3-175b")
 DEEPSEEK = ModelSpec(
     name="deepseek-v3",
     num_layers=61,

@@ -28,6 +28,7 @@ from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
+from model_specs import gpt
 from pipeline_oracle import interleaved, most_alive
 from problems import problem_for
 
@@ -673,25 +674,8 @@ def test_a_context_is_smaller_on_volta_than_on_ampere() -> None:
 
 def test_megatron_lm_of_2021_needs_what_nvidia_smi_showed_on_v100() -> None:
     """Compare with DLPerf's GPT of 16 layers of 1536 on eight V100, all layers repeated: 14,938 MiB."""
-    model = ModelSpec(
-        name="dlperf",
-        num_layers=16,
-        hidden_size=1536,
-        vocab_size=50304,
-        num_heads=16,
-        num_kv_heads=16,
-        ffn_size=6144,
-        gated_mlp=False,
-        norm="layernorm",
-        qkv_bias=True,
-        attention_output_bias=True,
-        mlp_bias=True,
-        position_embedding="learned",
-        max_positions=2048,
-        tied_embeddings=True,
-    )
     problem = Problem(
-        model=model,
+        model=gpt(16, 1536, 16, vocab_size=50304),
         training=TrainingSpec(seq_len=2048, precision="fp16", attention="megatron-fused"),
         cluster=load_cluster("v100:1x8"),
         framework=load_framework("megatron-lm-2021"),

@@ -17,26 +17,8 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
+from model_specs import gpt
 from problems import problem_for
-
-
-def gpt(layers: int, hidden: int, heads: int, vocab_size: int = 51200) -> ModelSpec:
-    return ModelSpec(
-        name=f"gpt-{layers}-{hidden}",
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        ffn_size=4 * hidden,
-        vocab_size=vocab_size,
-        gated_mlp=False,
-        norm="layernorm",
-        qkv_bias=True,
-        attention_output_bias=True,
-        mlp_bias=True,
-        position_embedding="learned",
-        max_positions=2048,
-        tied_embeddings=True,
-    )
 
 
 def priced(

@@ -16,6 +16,7 @@ from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.run import PRELOAD
 from autoplan.trainer.task import Deviation, Task
+from model_specs import GPT
 
 DENSE = ModelSpec(
     name="dense", num_layers=4, hidden_size=32, vocab_size=256, num_heads=4, num_kv_heads=2, ffn_size=64, qk_norm="head"
@@ -25,20 +26,7 @@ MOE = replace(
     name="experts",
     moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=32, num_dense_layers=1, shared_expert_ffn_size=16),
 )
-OLD = replace(
-    DENSE,
-    name="old",
-    num_kv_heads=None,
-    gated_mlp=False,
-    mlp_bias=True,
-    qkv_bias=True,
-    attention_output_bias=True,
-    norm="layernorm",
-    position_embedding="learned",
-    max_positions=16,
-    tied_embeddings=True,
-    qk_norm="none",
-)
+OLD = replace(DENSE, name="old", num_kv_heads=None, qk_norm="none", **GPT | {"max_positions": 16})
 SLIDING = replace(DENSE, name="sliding", window=4, full_attention_interval=2)
 
 
