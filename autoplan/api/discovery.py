@@ -81,7 +81,7 @@ def observe(
 def described(
     reports: list[Report], tree: SwitchTree | None, *, is_here: bool, nodes: int = 0, name: str = "", device: str = ""
 ) -> Description:
-    """Return the cluster of the nodes that `reports` tell of; `is_here`: this machine is one of them."""
+    """Return the cluster of the nodes in `reports`; `is_here`: this machine is one of them."""
     hosts = () if not is_here or nodes or place_from(os.environ) else job_hosts(os.environ)
     description = describe_all(merge_all(reports), hosts=hosts, num_nodes=nodes, tree=tree, name=name, device=device)
     machine = _machine() if is_here else None
@@ -92,7 +92,7 @@ def described(
 
 
 def read_files(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree | None]:
-    """Return what saved files say; those about one node in the order in which their formats are believed."""
+    """Return the contents of saved files; those about one node in the order of how reliable their formats are."""
     order = list(FORMATS)
     parsed = sorted((read_source(path, kind) for path in sources), key=lambda source: order.index(source[0]))
     reports: list[Report] = []
@@ -112,7 +112,7 @@ def read_files(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree
 
 
 def look() -> tuple[list[Report], SwitchTree | None] | None:
-    """Return what this machine says, or all nodes of the job: on rank 0, None on others."""
+    """Return the reports of this machine or of all nodes of the job; None on ranks other than 0."""
     place, own_report = place_from(os.environ), None
     if place is None or place.local_rank == 0:
         devices, troubles = see()
@@ -135,7 +135,7 @@ def _check_torch(launcher: str) -> None:
 
 
 def _machine() -> MachineSpec | None:
-    """Return what the timing database knows this machine by; None where it cannot measure."""
+    """Return this machine as the timing database stores it; None if measurements are not possible here."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "psutil")):
         return None
     from autoplan.profiler.machine.environment import own_fingerprint  # brings torch

@@ -159,7 +159,7 @@ def _layers(layers: Sequence[int] | str | None) -> list[int] | None:
 
 
 def _check_legal(problem: Problem, plan: ParallelPlan) -> tuple[Rule, ...]:
-    """The rules that the plan obeys; refused with the first that it breaks."""
+    """Return the rules of the framework; NoPlanError with the first one that the plan breaks."""
     chunk_layers(plan, problem.model.num_layers)
     if plan.tp_overlap:
         check_tp_overlap(problem.framework)

@@ -145,7 +145,7 @@ def _rate(what: str, work: float, seconds: list[float], described: float | None)
 
 
 def _described_flops_per_s(cluster: ClusterSpec | None, dtype: str) -> float | None:
-    """Return the rate of large products in a type that the file of the cluster expects."""
+    """Return the rate of large products in a data type, from the cluster file."""
     if (
         cluster is None
         or (peak := {str(name): peak for name, peak in cluster.device.peak_flops_per_s.items()}.get(dtype)) is None
@@ -157,7 +157,7 @@ def _described_flops_per_s(cluster: ClusterSpec | None, dtype: str) -> float | N
 def _described_s(
     cluster: ClusterSpec | None, operation: Operation, stride: int, size: int, buffer_bytes: int
 ) -> float | None:
-    """Return how long a collective takes by the file of the cluster, were nothing of it slow."""
+    """Return the time of a collective on the cluster as its file describes it, without faults."""
     if cluster is None:
         return None
     group = ProcessGroup(np.array([stride]), np.array([size]))
@@ -166,7 +166,7 @@ def _described_s(
 
 
 def _with_faults(health: Health) -> str:
-    """Return the file of the cluster, with what was found slow instead of earlier faults of the same nodes."""
+    """Return the cluster file with the slow parts that were found, which replace earlier faults of the same nodes."""
     cluster, nodes = health.allocation.cluster, health.allocation.nodes
     assert cluster is not None
     other_faults = tuple(fault for fault in cluster.faults if fault.node not in nodes)

@@ -84,7 +84,7 @@ def make_context(
     seq_len: int | None = None,
     variables: Iterable[str] | Mapping[str, str] = (),
 ) -> LaunchContext:
-    """Return what is said beside a launch file."""
+    """Return the context of a launch file: what the user states in addition to it."""
     for flag, value in (("--devices", devices), ("--devices-per-node", devices_per_node), ("--seq-len", seq_len)):
         if value is not None:
             check_count(flag, value, at_most=10**8)
@@ -278,7 +278,7 @@ def _needed(
 
 
 def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, to: str) -> dict[str, str]:
-    """The options that the file itself has once it is exported; empty where it cannot be."""
+    """Return the options that an export of the file's own plan has; empty if it cannot be exported."""
     launch = started.launch
     launched = replace(file, model=launch.model, training=launch.training, best=replace(priced, plan=launch.plan))
     try:
@@ -288,7 +288,7 @@ def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, to: str) 
 
 
 def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, to: str) -> dict[str, str]:
-    """The options of a plan in the file that is exported for `to`, the target of the launch file in some version."""
+    """Return the options of a plan exported for `to`, the target of the launch file in a version."""
     cluster, reader = file.cluster, reader_of(started.launch.target)
     context = replace(
         started.context, num_devices=cluster.num_devices, devices_per_node=cluster.devices_per_node, variables=()

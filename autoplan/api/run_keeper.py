@@ -42,7 +42,7 @@ class RunKeeper:
     def followed(
         self, problem: Problem, plan: ParallelPlan, predicted: PredictedRun, *, is_own: bool
     ) -> Iterator[None]:
-        """Look at the devices of this host during a run, the trainer's (`is_own`) or not, and add one that fails."""
+        """Watch the devices of this host during a run, the trainer's (`is_own`) or not, and add it if it fails."""
         from autoplan.profiler.machine.watch import Watch
 
         try:
@@ -57,7 +57,7 @@ class RunKeeper:
         self._looks = watch.looks
 
     def keep(self, problem: Problem, run: RunFile) -> str:
-        """Add a run that ended well; return what disturbed it, so that no calibration learns from it."""
+        """Add a finished run; return what disturbed it, as no calibration uses a disturbed run."""
         from autoplan.profiler.machine.watch import conditions
 
         seen_conditions, disturbance = conditions(self._looks, run.measured.other_load)
@@ -77,7 +77,7 @@ class RunKeeper:
         return disturbance
 
     def keep_trials(self, problem: Problem, tuning: Tuning) -> None:
-        """Add the trials whose jobs left a log alone, where it told their steps or that memory ran out."""
+        """Add the trials whose jobs left only a log, if it has step times or an out-of-memory error."""
         for trial in tuning.trials():
             if trial.result is None or trial.result.how not in ("measured", "oom"):
                 continue
@@ -137,7 +137,7 @@ def _own_machine(problem: Problem) -> Fingerprint:
 
 
 def _on_cluster(problem: Problem) -> Fingerprint:
-    """Return the machine of a program that may run elsewhere: this one if it has the plan's device, else as told."""
+    """Return the machine of a program: this one if it has the plan's device, else that of the cluster file."""
     if find_spec("torch") and find_spec("psutil"):
         machine = _own_machine(problem)
         if machine.device == problem.cluster.device.name:

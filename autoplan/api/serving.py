@@ -69,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, PAGE, self.server.page)
 
     def do_POST(self) -> None:
-        """Price what the controls hold, or write it as a page of its own."""
+        """Price the values of the controls, or write them as a separate page."""
         answer = _saved if self.path.endswith("/page") else _priced
         if not self._is_known("page" if answer is _saved else "price"):
             return
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.OK, kind, text)
 
     def _is_known(self, name: str) -> bool:
-        """Return whether a request is for this machine and knows the address; one that is not is refused."""
+        """Return whether a request is for this machine and has the page's secret address; refuse it otherwise."""
         if self.headers.get("Host", "") not in self.server.hosts:
             self._refuse(HTTPStatus.FORBIDDEN, f"the page is served to {self.server.hosts[0]} alone")
         elif not secrets.compare_digest(self.path.encode(), f"/{self.server.word}/{name}".encode()):

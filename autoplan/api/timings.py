@@ -43,7 +43,7 @@ class FoundTimings:
 
 
 def with_timings(problem: Problem, source: str, url: str | None = None) -> Problem:
-    """Return the problem with the times that `source` holds of its device: one of `TIMINGS`, "db" at `url`."""
+    """Return the problem with the times of its device from `source`: one of `TIMINGS`; "db": the database at `url`."""
     if source not in TIMINGS:
         raise InputError(f"unknown timings {source!r}: use {' or '.join(TIMINGS)}")
     is_stored = source == "db"
@@ -54,7 +54,7 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
 
 
 def with_measurements(problem: Problem, timings: FoundTimings, *, is_own: bool | None = None) -> Problem:
-    """Return the problem with measured times: own ones are of the very kernels and layers that the framework runs."""
+    """Return the problem with measured times; `is_own`: of the kernels and layers that the framework itself runs."""
     runs_same_kernels = problem.framework.kernels.eager_layers if is_own is None else is_own
     calibration, device = problem.calibration, problem.cluster.device
     # One that was fitted beside measured times was so beside bursts at the level of the shipped one.
@@ -91,7 +91,7 @@ def pinned_problem(problem: Problem, source: str, pinned: PinnedTimings, url: st
 
 
 def _moved(problem: Problem, pinned: PinnedTimings, url: str | None) -> str:
-    """Say what became of the times since they were pinned; empty where nothing did, or nobody can tell."""
+    """Describe how the times have changed since they were pinned; empty if they have not, or if it is unknown."""
     if url is None and not is_at_hand(pinned.database):
         return ""
     try:
@@ -109,7 +109,7 @@ def _moved(problem: Problem, pinned: PinnedTimings, url: str | None) -> str:
 
 
 def is_at_hand(database: str) -> bool:
-    """Return whether to look into a database that nobody named: a file that is there; no server is waited for."""
+    """Return whether to use a database that the user did not name: only an existing file, never a server."""
     return bool(database) and "://" not in database and is_file(Path(database))
 
 
@@ -155,7 +155,7 @@ def usable_operations(framework: Framework) -> list[Operation]:
 
 
 def usable_timings(problem: Problem, url: str | None) -> FoundTimings:
-    """Return the times of these operations that the database at `url` holds."""
+    """Return the times of these operations in the database at `url`."""
     return stored_timings(problem.cluster, url, usable_operations(problem.framework))
 
 
@@ -181,7 +181,7 @@ def machine_of(cluster: ClusterSpec, store: Store) -> Fingerprint | None:
 
 
 def usual_cap_w(cluster: ClusterSpec) -> int:
-    """Return the power cap of devices of which nothing else is known: that of their datasheet."""
+    """Return the power cap of devices without other information: that of their datasheet."""
     return 0 if cluster.device.vendor == "cpu" else round(cluster.device.tdp_w)
 
 
@@ -197,7 +197,7 @@ def _warn_of_hosts(apart: list[HostsApart]) -> None:
 
 @contextmanager
 def opened_store(url: str | None, *, writable: bool, creates: bool = True) -> Iterator[Store]:
-    """Open the timing database; a StoreWarning tells in the end how many of its rows were passed over."""
+    """Open the timing database; on closing, a StoreWarning tells how many of its rows were skipped."""
     from autoplan.profiler.store import open_store  # brings SQLAlchemy
 
     with open_store(url, writable=writable, creates=creates) as store:

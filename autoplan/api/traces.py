@@ -159,7 +159,7 @@ def read_log(paths: Sequence[str | Path], *, plan: str | Path | None = None, db:
 
 
 def _timed(run: LoggedRun, terms_s: Mapping[str, float]) -> Iterator[ComparedTerm]:
-    """Yield the parts of a step that timers tell, on the slowest rank of each, which add up to it."""
+    """Yield the parts of a step from its timers, each on its slowest rank; they add up to the step."""
     timers_s = {name: max(times_s.values()) for name, times_s in run.timers_s.items()}
     if "forward-backward" not in timers_s or "optimizer" not in timers_s:
         return
@@ -250,7 +250,7 @@ def _predicted(problem: Problem, plan: ParallelPlan) -> Iterator[DrawnStage]:
 
 
 def _remarks(ranks: Sequence[RankTrace]) -> list[str]:
-    """Say what makes step times doubtful, each once: by the file where it is the most."""
+    """Name the reasons to doubt step times, each for the file where it is strongest."""
     remarks = []
     if unmarked := [rank.file for rank in ranks if not rank.is_marked]:
         remarks.append(

@@ -182,7 +182,7 @@ class PreparedTuning:
         show: Callable[[str], None] = lambda text: None,
         show_now: Callable[[str], None] = lambda text: None,
     ) -> TuneResult:
-        """Run trials until there is a reason to stop; `show` hears what stays, `show_now` what is going on."""
+        """Run trials until there is a reason to stop; `show` prints lines that stay, `show_now` the current state."""
         candidates, how = self.runner.candidates, self.how
         name = self.study or (None if self.storage else "tune")
         with opened(self.made_storage()) as storage:
@@ -267,7 +267,7 @@ class Candidates:
     timings: str = ""
 
     def trial_file(self, index: int) -> PlanFile:
-        """Return the file that a trial of a plan is started from: it names no timings, which are not where it runs."""
+        """Return the plan file that starts a trial; it names no timings, as the trial's machine does not have them."""
         return make_plan_file(self.problem, [self.plans[index]], None)
 
 
@@ -279,7 +279,7 @@ def _searched(
     flags: SpaceFlags,
     progress: Callable[[int, int | None], None] | None,
 ) -> Candidates:
-    """Search the best plan of each kind in the space that `flags` describe."""
+    """Search the best plan of each kind in the space that the flags describe."""
     problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)
     space = space_of(problem, flags)
     result = search(problem, space, progress, margin=MARGIN)
@@ -306,7 +306,7 @@ def _trainable(candidates: Candidates) -> Candidates:
 
 
 def _exportable(candidates: Candidates, to: str) -> Candidates:
-    """Keep the plans that a target of export can be told."""
+    """Keep the plans that an export target can express."""
     file = candidates.trial_file(0)
     exportable, refusals = [], []
     for ranked in candidates.plans:
@@ -352,7 +352,7 @@ class TrialOptions:
 
     @property
     def about(self) -> dict[str, str]:
-        """Return what the trials of a study have in common, as a call that joins it has to say it too."""
+        """Return the options that all trials of a study share, which a call that joins it must repeat."""
         about = {"steps": str(self.steps), "warmup": str(self.warmup), "program": shlex.join(self.program)}
         if self.template:
             about |= {"template": self.template, "to": self.to}

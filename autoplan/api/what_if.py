@@ -35,14 +35,14 @@ CARRIED = tuple(axis.name for axis in AXES if axis.kind is Kind.FLAG and not axi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """Values that a page asks the price of, and those of the plans that are pinned on it, as texts by name."""
+    """Values whose price a page requests, and those of the plans pinned on it, as texts by name."""
 
     values: dict[str, str]
     pinned: tuple[dict[str, str], ...] = ()
 
 
 def controls_of(start: PlanResult) -> tuple[Control, ...]:
-    """Return what may be changed of a plan, with the values that make it as it is."""
+    """Return the controls that change a plan, set to its values."""
     problem, plan = start.problem, start.plan
     sizes_now = (problem.cluster.num_nodes, plan.global_batch, problem.training.seq_len)
     sizes = [
@@ -94,12 +94,12 @@ def _follows(axis: Axis) -> bool:
 
 
 def _usual(axis: Axis, problem: Problem) -> object:
-    """Return the value of an axis in plans that do not say it."""
+    """Return the value of an axis in plans that leave it out."""
     return problem.framework.choice(axis.name) if axis.known_of or axis.flag_default is ... else axis.flag_default
 
 
 def _text(axis: Axis, plan: ParallelPlan) -> str:
-    """Return the value of an axis as it is typed."""
+    """Return the value of an axis as a user types it."""
     value = getattr(plan, axis.name)
     if axis.name == "layers_per_chunk":
         return "" if value is None else ",".join(map(str, value))
@@ -114,7 +114,7 @@ def _text(axis: Axis, plan: ParallelPlan) -> str:
 
 
 def changed(start: PlanResult, values: Mapping[str, str]) -> PlanResult:
-    """Return the price of a plan with these values, `start` where they make its own; raises as `estimate` does."""
+    """Return the price of a plan with these values, or `start` if they are its own; raises like `estimate`."""
     if unknown := values.keys() - {control.name for control in controls_of(start)}:
         raise InputError(f"{min(unknown)} cannot be changed here: leave it out")
     problem, nodes = start.problem, _count(values, "nodes")
@@ -139,7 +139,7 @@ def _count(values: Mapping[str, str], name: str) -> int:
 
 
 def _plan(start: PlanResult, problem: Problem, values: Mapping[str, str]) -> ParallelPlan:
-    """Return the plan of these values; it keeps what no control shows of the one that was started from."""
+    """Return the plan with these values; options without a control keep their values in the initial plan."""
     axis_values = {
         name: text if AXIS[name].kind is Kind.LIST or name == "recompute" else AXIS[name].parse(text, "the value")
         for name, text in values.items()
@@ -170,7 +170,7 @@ def live_page(start: PlanResult) -> str:
 
 
 def moved(start: PlanResult, changes: Changes) -> tuple[str, dict[str, str]]:
-    """Return what changed values make of the page: a sentence on it, and the sections by name."""
+    """Return the parts of the page for changed values: a sentence about the change, and the sections by name."""
     result, pinned = changed(start, changes.values), _pinned(start, changes.pinned)
     return _sentence(result, start), dict(parts(shown_content(result, controls=controls_of(start), pinned=pinned)))
 

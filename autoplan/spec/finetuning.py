@@ -34,7 +34,7 @@ QUANTIZED_BYTES: Mapping[Quantization, float] = {
 
 
 class Target(NamedTuple):
-    """The matrix of the table that a module is, and which of the products that are one matrix there; "": all of it."""
+    """Matrix of a module in the table, and which of its fused products; "": all of them."""
 
     linear: str
     part: Literal["", "q", "k", "v", "gate", "up"] = ""
@@ -149,12 +149,12 @@ class FineTuning:
 
     @property
     def weight_bytes(self) -> float | None:
-        """Bytes per frozen weight of the layers; None: as matrices are multiplied."""
+        """Bytes per frozen weight of the layers; None: those of the precision of their products."""
         return QUANTIZED_BYTES.get(self.quantization)
 
     @property
     def saves_inputs(self) -> bool:
-        """Return whether products of frozen weights keep their inputs: those of bitsandbytes do in any case.
+        """Return whether products of frozen weights keep their inputs; those of bitsandbytes always do.
 
         Source: bitsandbytes 0.41 autograd/_functions.py, MatMul4Bit and MatMul8bitLt (ctx.tensors).
         """

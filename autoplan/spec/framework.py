@@ -13,7 +13,7 @@ from autoplan.spec.plan import ParallelPlan
 
 
 def _check(traits: object, *, positive: tuple[str, ...] = (), **ranges: tuple[float, float]) -> None:
-    """Refuse numbers outside their range, else those that are negative or, where so named, not positive."""
+    """Refuse numbers outside their range; without one, negative numbers, or numbers in `positive` that are not."""
     for trait in fields(traits):  # type: ignore[arg-type]
         value = getattr(traits, trait.name)
         if trait.name in ranges:
@@ -95,7 +95,7 @@ class Memory:
 
     @property
     def keeps_main_weights(self) -> bool:
-        """Return whether the optimizer updates the weights that are kept, which passes cast; else a copy in fp32."""
+        """Return whether the optimizer updates the stored weights, which passes cast, and not an fp32 copy."""
         return self.bytes_per_weight >= 4.0
 
     def __post_init__(self) -> None:
@@ -177,7 +177,7 @@ class Kernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """Mixtures of experts: their traffic, its waits for the host and the kernels of its experts."""
+    """Mixtures of experts: their traffic, their waits for the host and their kernels."""
 
     bytes_per_dispatched: float = 2.0  # per element of a token on its way to the experts; on its way back 2
     # Every pass through a MoE block waits for the host: it reads how many tokens each expert got before it can launch
@@ -256,7 +256,7 @@ class Overlap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """Time that the host spends on launching kernels, on collectives, on its allocator and on a step as such."""
+    """Time that the host spends on launching kernels, on collectives, on its allocator and once per step."""
 
     host_s_per_block_forward: float = 150e-6  # CPU time to launch one attention or MLP block
     host_s_per_block_backward: float = 250e-6
@@ -306,7 +306,7 @@ class Framework:
 
     @property
     def calibration_name(self) -> str:
-        """The framework whose calibrations hold for it."""
+        """Name of the framework whose calibrations apply to this one."""
         return self.calibrated_as or self.name
 
     def __post_init__(self) -> None:
@@ -325,13 +325,13 @@ class Framework:
                 AXIS[name].parse(value, key)
 
     def choice(self, axis: str) -> Value:
-        """Return the value of an option in plans that do not say another one."""
+        """Return the value of an option in plans that leave it out."""
         value: Value = self.choices.get(axis, AXIS[axis].default)
         return value
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The options that are not the usual ones of `spec/axes.py`, in plans that do not say them."""
+        """Options whose values in plans that leave them out differ from the defaults of `spec/axes.py`."""
         pairs = (text.partition("=") for text in self.usual)
         return {name: AXIS[name].parse(value, "usual") for name, _, value in pairs}
 
