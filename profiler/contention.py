@@ -25,7 +25,9 @@ class BesideProducts:
     products_s: float
 
 
-def contention_shares(beside: Iterable[BesideProducts], alone: Iterable[Measurement]) -> dict[Operation, float]:
+def contention_shares(
+    beside_products: Iterable[BesideProducts], alone: Iterable[Measurement]
+) -> dict[Operation, float]:
     """Return the cost of overlap as a share of the overlapped time, by operation: the median over its shapes.
 
     Without interference, both together would take as long as the longer one (`modelling` D6).
@@ -34,7 +36,7 @@ def contention_shares(beside: Iterable[BesideProducts], alone: Iterable[Measurem
         (call.operation, call.shape, call.dtype): call.seconds for call in alone
     }
     shares: dict[Operation, list[float]] = defaultdict(list)
-    for measured in beside:
+    for measured in beside_products:
         call_s = alone_s.get((measured.operation, measured.shape, measured.dtype))
         if call_s is None or max(call_s, measured.products_s) > MAX_UNLIKE * min(call_s, measured.products_s):
             continue

@@ -79,10 +79,10 @@ def _named_in(path: Path, text: str) -> Path | None:
     looked_at, scripts = {path}, [text]
     with suppress(OSError):  # an unreadable file is skipped
         files = [item for item in sorted(path.parent.iterdir()) if item.suffix not in _PAGES and is_file(item)]
-        beside = [item for item in files if item.stat().st_size <= MAX_BYTES]
+        neighbours = [item for item in files if item.stat().st_size <= MAX_BYTES]
         while scripts:
             script = scripts.pop(0)
-            for named_file in [item for item in beside if item not in looked_at and item.name in script]:
+            for named_file in [item for item in neighbours if item not in looked_at and item.name in script]:
                 inside = named_file.read_text(encoding="utf-8", errors="replace")
                 if looks_like_launch(named_file, inside):
                     return named_file
@@ -98,8 +98,8 @@ def _recognised(path: Path, text: str) -> Reader:
         raise InputError(f"{path}: nested too deeply") from None
     if len(readers) == 1:
         return readers[0]
-    if not readers and (beside := _named_in(path, text)):
-        raise InputError(f"{path}: does not contain the plan: read {beside}, which it starts")
+    if not readers and (started := _named_in(path, text)):
+        raise InputError(f"{path}: does not contain the plan: read {started}, which it starts")
     targets = [reader.target for reader in readers or READERS]
     looks = f"looks like a file of {' and '.join(targets)}" if readers else "is not a known launch file"
     raise InputError(f"{path}: {looks}: name its format with --as ({', '.join(targets)})")

@@ -169,10 +169,10 @@ def _numa(affinities: Sequence[_Word]) -> int | None:
 
 def _check_symmetry(rows: Mapping[str, _Row], names: Sequence[str]) -> None:
     for at, name in enumerate(names):
-        for beside, peer in enumerate(names[:at]):
+        for peer_at, peer in enumerate(names[:at]):
             if name not in rows or peer not in rows:
                 continue
-            forth, back = rows[name].cells[beside], rows[peer].cells[at]
+            forth, back = rows[name].cells[peer_at], rows[peer].cells[at]
             if forth.text != back.text:
                 raise InputError(
                     f"line {forth.line}, column {forth.column}: {name} to {peer} is {forth.text}, "

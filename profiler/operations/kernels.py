@@ -76,17 +76,17 @@ def _first_working(
     shape: tuple[int, ...] | None = None,
 ) -> str:
     """The first of `ways` that this device and this torch can run: tried, not looked up."""
-    for way in ways:
+    for kernel in ways:
         with suppress(RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError, ImportError):
             build(
                 operation,
                 shape or _TINY[operation],
-                InputFactory(device=device, dtype=dtype, kernel=way),
+                InputFactory(device=device, dtype=dtype, kernel=kernel),
                 cache_bytes=0,
             )()
             if device.type != "cpu":
                 torch.cuda.synchronize(device)
-            return way
+            return kernel
     return ""
 
 

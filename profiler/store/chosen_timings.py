@@ -190,8 +190,8 @@ def beside_products(connection: Connection, levels: Mapping[int, Match]) -> list
             ~is_hidden(),
         )
         rows = connection.execute(query.order_by(records.c.id))
-        if beside := [measured for row in rows if (measured := _beside(row))]:
-            return beside
+        if measurements := [measured for row in rows if (measured := _beside(row))]:
+            return measurements
     return []
 
 

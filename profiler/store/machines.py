@@ -40,11 +40,11 @@ def read_machines(connection: Connection, name: str, device: str | None = None) 
 
 
 def numbers_of(
-    connection: Connection, machines: Collection[Fingerprint], known: Mapping[Fingerprint, int]
+    connection: Connection, machines: Collection[Fingerprint], stored: Mapping[Fingerprint, int]
 ) -> dict[Fingerprint, int]:
-    """Return the row numbers of machines, and add machines that are not in `known`."""
-    new = {_hash(machine): machine for machine in machines if machine not in known}
-    numbers = {machine: known[machine] for machine in machines if machine in known}
+    """Return the row numbers of machines, and add machines that are not in `stored`."""
+    new = {_hash(machine): machine for machine in machines if machine not in stored}
+    numbers = {machine: stored[machine] for machine in machines if machine in stored}
     if new:
         rows = [{"hash": key, "device": new[key].device, "content": _json(new[key])} for key in sorted(new)]
         insert_new(connection, fingerprints, rows)

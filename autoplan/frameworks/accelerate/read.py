@@ -74,7 +74,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     program = (started.settings() if started else _settings(beside_file) if beside_file else {}) | dict(
         context.variables
     )
-    beside, context = context, started.completed(context) if started else context
+    stated, context = context, started.completed(context) if started else context
     _ask_for_missing(options, program, context, kind)
     assert context.model is not None
     assert context.seq_len is not None
@@ -83,7 +83,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     if beside_file is not None:
         training = replace(training, optimizer=read_optimizer(beside_file))
     if started is not None and started.is_of_trainer:
-        training = training_of(started.own, started.program, beside, context.seq_len, precision)
+        training = training_of(started.arguments, started.program, stated, context.seq_len, precision)
     context = replace(context, num_devices=_devices(options, context, kind))
     launch = (
         _with_deepspeed(options, program, training, context)
@@ -218,21 +218,21 @@ def _with_deepspeed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Started:
-    """Parsed accelerate command: its options as a config table, and the program with its `own` arguments."""
+    """Parsed accelerate command: its options as a config table, and the program with its `arguments`."""
 
     table: dict[str, Any]
-    own: Options
+    arguments: Options
     program: Program
 
     @property
     def is_of_trainer(self) -> bool:
         """Whether the program takes the arguments of the Trainer, so that all its arguments are read as such."""
-        return self.own.has(_BATCH[0].lower())
+        return self.arguments.has(_BATCH[0].lower())
 
     @property
     def framework(self) -> str:
         """Return the framework for a program of transformers; blank if the program may be another one."""
-        if not (self.is_of_trainer and self.own.has(self.program.model_key)):
+        if not (self.is_of_trainer and self.arguments.has(self.program.model_key)):
             return ""
         return "deepspeed-hf" if self.table["distributed_type"] == "DEEPSPEED" else "transformers"
 
@@ -240,29 +240,29 @@ class _Started:
         """Return the program's arguments for batch, precision and recomputation, as variables."""
         section = self.table.get("deepspeed_config")
         if self.is_of_trainer and not (isinstance(section, dict) and ACCUMULATION.key in section):
-            self.own.defaults.setdefault(ACCUMULATION.key, ACCUMULATION.default)
-        return _settings(self.own)
+            self.arguments.defaults.setdefault(ACCUMULATION.key, ACCUMULATION.default)
+        return _settings(self.arguments)
 
     def completed(self, context: LaunchContext) -> LaunchContext:
         """Return `context` with model and length from the program's arguments if the user gives none."""
-        length = self.own.optional_count(self.program.length_key, self.program.length, least=1)
-        model = known_model(self.own, self.program.model_key, context)
+        length = self.arguments.optional_count(self.program.length_key, self.program.length, least=1)
+        model = known_model(self.arguments, self.program.model_key, context)
         return replace(context, model=model, seq_len=context.seq_len or length)
 
     def with_own(self, launch: Launch) -> Launch:
         """Return the launch with the program's arguments added to its options and unread options."""
-        unread = (*launch.unread, *self.own.unread(HARMLESS))
+        unread = (*launch.unread, *self.arguments.unread(HARMLESS))
         return replace(
             launch,
             framework=self.framework or launch.framework,
-            options=(*launch.options, *self.own.options()),
+            options=(*launch.options, *self.arguments.options()),
             unread=tuple(sorted(unread, key=lambda item: not item.matters)),
         )
 
 
-def _settings(own: Options) -> dict[str, str]:
+def _settings(arguments: Options) -> dict[str, str]:
     """Return the arguments of a program as variables."""
-    values = {name: own.value(name.lower()) for name in _PROGRAM}
+    values = {name: arguments.value(name.lower()) for name in _PROGRAM}
     return {name: str(value) for name, value in values.items() if value is not None}
 
 
@@ -283,7 +283,7 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
         raise InputError("no command is accelerate launch")
     words = words[words.index("launch") + 1 :]
     at = next((at for at, word in enumerate(words) if word.endswith(".py") or word == "$TRAIN_SCRIPT"), len(words))
-    own = program_options(words[at + 1 :], context)
+    arguments = program_options(words[at + 1 :], context)
     name = words[at].rpartition("/")[2] if at < len(words) else ""
     options = _options(words[:at])
     table: dict[str, Any] = {"fsdp_config": {}, "parallelism_config": {}, "deepspeed_config": {}}
@@ -308,7 +308,7 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
             section = "deepspeed"
         place = table.setdefault(f"{section}_config", {}) if section else table
         place[option] = {"true": True, "false": False}.get(value.lower(), typed(value))
-    return _Started(table=table, own=own, program=program_called(name or "$PROGRAM", own))
+    return _Started(table=table, arguments=arguments, program=program_called(name or "$PROGRAM", arguments))
 
 
 def _config_beside(file: str, folder: Path | None) -> dict[str, Any]:

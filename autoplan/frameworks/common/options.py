@@ -162,8 +162,8 @@ class Options:
             if not names and value.text.startswith("$(("):
                 names = re.findall(r"[A-Za-z_]\w*", value.text)
             if "$" in written or "`" in written:
-                way = f"pass --set {names[0]}=VALUE" if names else "write its value"
-                raise InputError(f"{self.name(key)} is {written}, which is only known in a running shell: {way}")
+                remedy = f"pass --set {names[0]}=VALUE" if names else "write its value"
+                raise InputError(f"{self.name(key)} is {written}, which is only known in a running shell: {remedy}")
             raise InputError(f"{self.name(key)} = {written} cannot be read: write its value")
         return value
 

@@ -41,10 +41,10 @@ def is_number(text: str) -> bool:
 class Variables:
     """Variables of a script, and the expansion of words with them."""
 
-    def __init__(self, known: Mapping[str, Value], fixed: Mapping[str, str]) -> None:
+    def __init__(self, given: Mapping[str, Value], fixed: Mapping[str, str]) -> None:
         """Begin with the variables that are known; those that are fixed are never assigned."""
         self._fixed = fixed
-        self.values: dict[str, Value] = {**known, **fixed}
+        self.values: dict[str, Value] = {**given, **fixed}
 
     def items(self, name: str) -> list[str]:
         """Items of an array, or the one value of a plain variable."""

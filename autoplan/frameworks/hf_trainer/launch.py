@@ -225,9 +225,9 @@ def fsdp_section(options: Options, context: LaunchContext) -> Options:
     if isinstance(value, str):
         text = value if value.lstrip().startswith("{") else None
         if text is None:
-            if (beside := read_beside(value, context.folder)) is None:
+            if (content := read_beside(value, context.folder)) is None:
                 raise InputError(f"fsdp_config is in {show(value)}, which is not at hand: put it beside this file")
-            text = beside[0]
+            text = content[0]
         value = parse_json(text, "fsdp_config")
     if not isinstance(value, dict | None):
         raise InputError(f"fsdp_config must be a table or a file of JSON, got {show(value)}")
@@ -312,12 +312,12 @@ def _table(options: Options, context: LaunchContext) -> dict[str, Any]:
         return dict(value)
     text = str(value)
     if not text.lstrip().startswith("{"):
-        if (beside := read_beside(text, context.folder)) is None:
+        if (content := read_beside(text, context.folder)) is None:
             raise InputError(
                 f"the plan is in {show(text)}, which is not at hand: put it beside this file, or read it with --as "
                 "deepspeed"
             )
-        text = beside[0]
+        text = content[0]
     return parse_json(text, "DeepSpeed configuration")
 
 

@@ -104,8 +104,8 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
     if is_trl:
         _remark_kernels(options)
     # Without TRL's `use_peft` it is unknown which modules have adapters.
-    own = () if is_trl or finetuning.has_adapters else ("lora_r", "load_in_4bit", "load_in_8bit")
-    for key in ("use_lora", "lora_rank", *own):
+    adapter_keys = () if is_trl or finetuning.has_adapters else ("lora_r", "load_in_4bit", "load_in_8bit")
+    for key in ("use_lora", "lora_rank", *adapter_keys):
         if options.has(key):
             options.remark(key, "adapters of a program's own are not read: pass --finetune")
     in_bf16, is_mixed = holds_bf16(options), is_trl and "bf16" not in options.arguments

@@ -99,9 +99,9 @@ def of_files(arguments: Sequence[Argument], context: LaunchContext) -> list[Argu
     """Return the arguments in files that are named by positional words or by `--config`."""
     result: list[Argument] = []
     for name in map(_file_of, arguments):
-        if name and (beside := read_beside(name, context.folder)):
+        if name and (content := read_beside(name, context.folder)):
             parse = parse_json if name.endswith(".json") else parse_yaml
-            result += Options.of_table(parse(*beside)).arguments.values()
+            result += Options.of_table(parse(*content)).arguments.values()
     return result
 
 

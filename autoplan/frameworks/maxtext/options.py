@@ -103,9 +103,9 @@ POLICIES: dict[str, tuple[str, ...]] = {  # of policies that keep the same, the 
 OTHER_TENSORS = ("mlpwi", "mlpwo", "moe_mlpwo", "kv_proj", "qkv_proj", "attention_out", "decoder_layer_input", "engram")
 
 
-def repeated(kept: Iterable[str], groups: Iterable[str]) -> tuple[RecomputeModule, ...]:
-    """Return the parts of a layer, among those of `groups`, that are recomputed if a policy keeps tensors `kept`."""
-    return tuple(PARTS[group] for group in groups if group in PARTS and group not in kept)
+def repeated(saved: Iterable[str], groups: Iterable[str]) -> tuple[RecomputeModule, ...]:
+    """Return the parts of a layer, among those of `groups`, that are recomputed if a policy keeps `saved` ones."""
+    return tuple(PARTS[group] for group in groups if group in PARTS and group not in saved)
 
 
 NAMED = {frozenset(repeated(kept, DENSE)): name for name, kept in reversed(POLICIES.items()) if "qkv" in kept}

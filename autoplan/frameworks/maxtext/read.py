@@ -104,8 +104,8 @@ def _options(text: str, context: LaunchContext) -> Options:
     missing: list[Unread] = []
     for word in commands[-1]:
         if word.endswith((".yml", ".yaml")):
-            if beside := read_beside(word, context.folder):
-                arguments += Options.of_table(_with_base(parse_yaml(*beside), context)).arguments.values()
+            if content := read_beside(word, context.folder):
+                arguments += Options.of_table(_with_base(parse_yaml(*content), context)).arguments.values()
             elif not word.endswith("base.yml"):  # base.yml only contains the defaults
                 why = f"{word.rpartition('/')[2]} is not beside this file: put it there"
                 missing.append(Unread(option=word, value="read by MaxText", why=why))
@@ -118,8 +118,8 @@ def _options(text: str, context: LaunchContext) -> Options:
 def _with_base(table: Fields, context: LaunchContext) -> Fields:
     """Return the table merged over its `base_config`, if that file is present and is not base.yml."""
     base = table.get("base_config")
-    if isinstance(base, str) and not base.endswith("base.yml") and (beside := read_beside(base, context.folder)):
-        return parse_yaml(*beside) | table
+    if isinstance(base, str) and not base.endswith("base.yml") and (content := read_beside(base, context.folder)):
+        return parse_yaml(*content) | table
     return table
 
 
@@ -130,7 +130,7 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
         options.pass_over(*(row.key for row in (*SIZES, *EXPERTS, KV_HEADS, HEAD_DIM, FFN_SIZE)), "decoder_block")
         return context.model
     if name != "default":
-        ours = {theirs: own for own, theirs in MODELS.items()}.get(name, name)
+        ours = {theirs: preset for preset, theirs in MODELS.items()}.get(name, name)
         if (model := find_preset(ours)) is None:
             raise InputError(f"model_name {show(name)} is not a known model: pass --model")
         return replace(model, num_mtp_layers=further)
@@ -161,9 +161,9 @@ def _unusual(head_dim: int, sizes: Fields) -> int | None:
 def _degrees(options: Options, context: LaunchContext) -> tuple[dict[str, int], int]:
     """Return (degree of every axis, over and within slices; devices); one degree of each kind may be -1 (the rest)."""
     filled: dict[str, dict[str, int]] = {}
-    for part, rest in (("ici", "fsdp"), ("dcn", "data")):
+    for part, filling in (("ici", "fsdp"), ("dcn", "data")):
         keys = {axis: f"{part}_{axis}_parallelism" for axis in (*AXES, *OTHER_AXES)}
-        filled[part] = {axis: _degree(options, key, -1 if axis == rest else 1) for axis, key in keys.items()}
+        filled[part] = {axis: _degree(options, key, -1 if axis == filling else 1) for axis, key in keys.items()}
         for axis in OTHER_AXES:
             if filled[part][axis] not in (1, -1):
                 raise InputError(f"{keys[axis]} {filled[part][axis]}: this axis is not priced, set it to 1")
@@ -195,12 +195,12 @@ def _degree(options: Options, key: str, default: int) -> int:
 
 def _fill(degrees: dict[str, int], product: int, part: str) -> None:
     """Replace -1 by what the other degrees leave of `product` (utils/max_utils.py:461)."""
-    known = math.prod(degree for degree in degrees.values() if degree != -1)
-    left = [axis for axis, degree in degrees.items() if degree == -1]
-    if len(left) > 1 or product % known or (not left and known != product):
+    given = math.prod(degree for degree in degrees.values() if degree != -1)
+    open_axes = [axis for axis, degree in degrees.items() if degree == -1]
+    if len(open_axes) > 1 or product % given or (not open_axes and given != product):
         raise InputError(f"the {part} axes do not multiply to {product}, or several are -1: give them, or --devices")
-    for axis in left:
-        degrees[axis] = product // known
+    for axis in open_axes:
+        degrees[axis] = product // given
 
 
 def _plan(
@@ -268,18 +268,18 @@ def _recompute(options: Options, model: ModelSpec) -> Fields:
         places = {group: {options.text(key, "remat") for key in names} for group, names in GROUPS.items()}
         if any("offload" in words for words in places.values()):
             options.remark("remat_policy", "tensors that go to the host are priced as kept on the device")
-        kept = tuple(group for group, words in places.items() if "remat" not in words)
+        saved = tuple(group for group, words in places.items() if "remat" not in words)
     elif name in POLICIES:
-        kept = POLICIES[name]
+        saved = POLICIES[name]
     else:
         options.remark("remat_policy", "not priced: priced as full")
         return {"recompute": Recompute.FULL}
-    modules = repeated(kept, groups)
+    modules = repeated(saved, groups)
     if not modules:
         return {"recompute": Recompute.NONE}
-    if name != "full" and "qkv" in kept and model.mla is None:
+    if name != "full" and "qkv" in saved and model.mla is None:
         return {"recompute": Recompute.SELECTIVE, "recompute_modules": modules}
-    if name not in ("full", "custom") or set(kept) & set(groups):
+    if name not in ("full", "custom") or set(saved) & set(groups):
         options.remark("remat_policy", "what it keeps is priced as full recomputation")
     return {"recompute": Recompute.FULL}
 

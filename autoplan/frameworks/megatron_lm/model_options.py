@@ -93,7 +93,7 @@ SIZES: tuple[Line, ...] = (
     ),
     (
         Special("vocab_size", _write_vocabulary, _read_vocabulary, names={BRIDGE: "tokenizer."},
-                beside=valued("padded_vocab_size", "tokenizer_type", "tokenizer_model")),
+                companions=valued("padded_vocab_size", "tokenizer_type", "tokenizer_model")),
         Assumed("make_vocab_size_divisible_by", (128,), "priced with a vocabulary padded to multiples of 128",
                 lambda file: file.framework.memory.pads_vocab_to),
     ),
@@ -132,7 +132,8 @@ def _read_qk_norm(reading: Reading) -> Fields:
 
 # fmt: off
 ATTENTION: tuple[Line, ...] = (
-    (Special("group_query_attention", _write_groups, _read_groups, beside=valued("num_query_groups"), is_switch=True),),
+    (Special("group_query_attention", _write_groups, _read_groups, is_switch=True,
+             companions=valued("num_query_groups")),),
     (Special("kv_channels", lambda file: {"kv_channels": file.model.head_dim}, _read_head_dim),),
     (Special("qk_layernorm", lambda file: {"qk_layernorm": file.model.qk_norm == "head"}, _read_qk_norm,
              is_switch=True),),
@@ -258,7 +259,7 @@ def _read_bias(reading: Reading) -> Fields:
 FORM: tuple[Line, ...] = (
     (
         Special("position_embedding_type", _write_position_kind, _read_position_kind,
-                beside=switches("use_rotary_position_embeddings")),
+                companions=switches("use_rotary_position_embeddings")),
         number("rotary_base", "model.rope_base", 10000.0, when=_has_rope),
     ),
     (word("normalization", "model.norm", "layernorm", meanings={"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}),),
@@ -266,11 +267,11 @@ FORM: tuple[Line, ...] = (
         # Without the switch an MLP uses GELU; the activation does not change any shape.
         Special("swiglu", lambda file: {"swiglu": file.model.gated_mlp and not file.model.clamped_activation},
                 lambda reading: {"gated_mlp": is_gated(reading)}, names={BRIDGE: "model.gated_linear_unit"},
-                beside=switches("quick_geglu", "openai_gelu"), is_switch=True),
-        Special("activation_func_clamp_value", _write_clamp, _read_clamp, beside=valued("glu_linear_offset")),
+                companions=switches("quick_geglu", "openai_gelu"), is_switch=True),
+        Special("activation_func_clamp_value", _write_clamp, _read_clamp, companions=valued("glu_linear_offset")),
         switch("squared_relu", "model.squared_relu"),
     ),
-    (Special("add_bias_linear", _write_bias, _read_bias, beside=switches("add_qkv_bias")),),
+    (Special("add_bias_linear", _write_bias, _read_bias, companions=switches("add_qkv_bias")),),
     (switch("untie_embeddings_and_output_weights", "model.tied_embeddings", True, on=False, off=True),),
     (count("mtp_num_layers", "model.num_mtp_layers", 0, when=lambda file: file.model.num_mtp_layers > 0),),
 )
@@ -293,7 +294,7 @@ def _read_dropout(reading: Reading) -> Fields:
     return {"dropout": bool(dropped)}
 
 
-DROPOUT: Line = (Special("hidden_dropout", _write_dropout, _read_dropout, beside=valued("attention_dropout")),)
+DROPOUT: Line = (Special("hidden_dropout", _write_dropout, _read_dropout, companions=valued("attention_dropout")),)
 
 # -- experts ----------------------------------------------------------------------------------------------------------
 

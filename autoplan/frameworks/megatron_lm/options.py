@@ -238,7 +238,7 @@ PLAN: tuple[Line, ...] = (
     (
         count("micro_batch_size", "micro_batch", 1, names=TRAIN),
         Special("global_batch_size", lambda file: {"global_batch_size": file.best.plan.global_batch}, _read_batch,
-                names=TRAIN, beside=valued("rampup_batch_size", "step_batch_size_schedule")),
+                names=TRAIN, companions=valued("rampup_batch_size", "step_batch_size_schedule")),
     ),
     (TP, switch("sequence_parallel", "sp")),
     (CP, Special("cp_comm_type", _write_cp_kind, _read_cp_kind)),
@@ -254,11 +254,11 @@ PLAN: tuple[Line, ...] = (
     ),
     (
         Special("moe_token_dispatcher_type", _write_dispatcher, _read_dispatcher,
-                beside=(*valued("moe_flex_dispatcher_backend"), *switches("moe_enable_deepep"))),
+                companions=(*valued("moe_flex_dispatcher_backend"), *switches("moe_enable_deepep"))),
     ),
     (
         Special("moe_expert_capacity_factor", _write_dropping, _read_dropping,
-                beside=switches("moe_pad_expert_input_to_capacity")),
+                companions=switches("moe_pad_expert_input_to_capacity")),
         switch("moe_router_fusion", "router_fusion", when=_has_experts),
     ),
     (Special("apply_rope_fusion", _write_rope, _read_rope, is_switch=True),),
@@ -272,7 +272,7 @@ PLAN: tuple[Line, ...] = (
     ),
     (
         Special("cuda_graph_impl", _write_graphs, _read_graphs,
-                beside=(*valued("cuda_graph_scope", "cuda_graph_modules", "moe_expert_rank_capacity_factor",
+                companions=(*valued("cuda_graph_scope", "cuda_graph_modules", "moe_expert_rank_capacity_factor",
                                 "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"),
                         *switches("enable_cuda_graph", "external_cuda_graph", "use_transformer_engine_op_fuser",
                                   "moe_paged_stash"),
@@ -289,7 +289,7 @@ PLAN: tuple[Line, ...] = (
     ),
     (
         Special("recompute_granularity", _write_recompute, _read_recompute,
-                beside=(*valued("recompute_method", "recompute_num_layers", "recompute_modules"),
+                companions=(*valued("recompute_method", "recompute_num_layers", "recompute_modules"),
                         *switches("recompute_activations"))),
     ),
     OFFLOAD,

@@ -101,4 +101,4 @@ _BESIDE = (
     *valued("num_layers_per_virtual_pipeline_stage"),
     *switches("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
 )
-LAYOUT: Line = (Special("pipeline_model_parallel_layout", _write_stages, _read_stages, beside=_BESIDE),)
+LAYOUT: Line = (Special("pipeline_model_parallel_layout", _write_stages, _read_stages, companions=_BESIDE),)

@@ -139,7 +139,7 @@ def _read_states(reading: Reading) -> Fields:
     halves = arguments.flag("grad_reduce_in_bf16", is_half and not accumulates)
     grads = _dtype(arguments, "main_grads_dtype", "fp32", "bf16")
     weights = _dtype(arguments, "main_params_dtype", "fp32", "fp16")
-    moments = [_dtype(arguments, key, *_MOMENTS) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")]
+    moment_types = [_dtype(arguments, key, *_MOMENTS) for key in ("exp_avg_dtype", "exp_avg_sq_dtype")]
     is_aware = arguments.flag("use_precision_aware_optimizer") and fields.get("offload") != Offload.OPTIMIZER
     keeps_remainders = arguments.flag("store_param_remainders", True)
     states: Fields = {"grad_dtype": GradType.BF16 if halves else GradType.FP32}
@@ -153,9 +153,9 @@ def _read_states(reading: Reading) -> Fields:
         states["main_weights"] = MainWeights.REMAINDERS
         if not keeps_remainders:
             arguments.remark("store_param_remainders", "main weights are priced as remainders")
-    if moments[0] != moments[1]:
-        arguments.remark("exp_avg_sq_dtype", f"both moments are priced as {moments[0]}", default="fp32")
-    return states | {"moment_dtype": _MOMENTS[moments[0]]}
+    if moment_types[0] != moment_types[1]:
+        arguments.remark("exp_avg_sq_dtype", f"both moments are priced as {moment_types[0]}", default="fp32")
+    return states | {"moment_dtype": _MOMENTS[moment_types[0]]}
 
 
 def _read_offload(reading: Reading) -> Fields:
@@ -173,7 +173,7 @@ def _read_offload(reading: Reading) -> Fields:
 SHARDING: tuple[Line, ...] = (
     (
         Special("use_distributed_optimizer", _write_sharding, _read_sharding, names=DDP, is_switch=True,
-                beside=(Option("use_megatron_fsdp", names=DDP, is_switch=True),
+                companions=(Option("use_megatron_fsdp", names=DDP, is_switch=True),
                         Option("use_torch_fsdp2", names=DIST, is_switch=True),
                         Option("data_parallel_sharding_strategy", names=DDP))),
     ),
@@ -189,18 +189,18 @@ SHARDING: tuple[Line, ...] = (
 NARROW_PARAMS: Line = (
     Special("fp8_param_gather", _write_narrow_params, _read_narrow_params, is_switch=True,
             names={BRIDGE: "mixed_precision."},
-            beside=(Option("fp4_param_gather", names={BRIDGE: "mixed_precision."}, is_switch=True),
+            companions=(Option("fp4_param_gather", names={BRIDGE: "mixed_precision."}, is_switch=True),
                     Option("reuse_grad_buf_for_mxfp8_param_ag", names={BRIDGE: "mixed_precision."},
                            is_switch=True))),
 )
 OFFLOAD: Line = (
     Special("optimizer_cpu_offload", _write_offload, _read_offload, names=OPTIMIZER, is_switch=True,
-            beside=(Option("overlap_cpu_optimizer_d2h_h2d", names=OPTIMIZER, is_switch=True),
+            companions=(Option("overlap_cpu_optimizer_d2h_h2d", names=OPTIMIZER, is_switch=True),
                     Option("optimizer_offload_fraction", names=OPTIMIZER))),
 )
 STATES: Line = (
     Special("use_precision_aware_optimizer", _write_states, _read_states, names=OPTIMIZER, is_switch=True,
-            beside=(*(Option(key, names=OPTIMIZER) for key in (
+            companions=(*(Option(key, names=OPTIMIZER) for key in (
                         "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
                     )),
                     Option("store_param_remainders", names=OPTIMIZER, is_switch=True),

@@ -31,7 +31,7 @@ class Special(Option):
 
     write: Callable[[PlanFile], dict[str, Value]]
     read: Callable[[Reading], Fields] | None = None
-    beside: tuple[Option, ...] = ()
+    companions: tuple[Option, ...] = ()
 
 
 Line = tuple[Option, ...]  # options on one line of a script
@@ -90,7 +90,7 @@ def flat(options: Iterable[Option]) -> Iterator[Option]:
     """Return options, including the additional ones of every `Special`."""
     for option in options:
         yield option
-        yield from option.beside if isinstance(option, Special) else ()
+        yield from option.companions if isinstance(option, Special) else ()
 
 
 def written(option: Option, plan_file: PlanFile) -> dict[str, Value]:

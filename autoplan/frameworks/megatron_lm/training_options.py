@@ -73,8 +73,8 @@ def read_attention(arguments: Options) -> Any:
 # fmt: off
 PRECISION: tuple[Line, ...] = (
     (Special("bf16", _write_precision, is_switch=True,
-             beside=(*switches("fp16"), *valued("fp8", "fp8_recipe", "fp4", "fp4_recipe"))),),
-    (Special("attention_backend", _write_attention_backend, beside=switches("use_flash_attn")),),
+             companions=(*switches("fp16"), *valued("fp8", "fp8_recipe", "fp4", "fp4_recipe"))),),
+    (Special("attention_backend", _write_attention_backend, companions=switches("use_flash_attn")),),
 )
 # fmt: on
 

@@ -28,7 +28,7 @@ from autoplan.spec.training import TrainingSpec
 
 NAME = "ms-swift"
 _ARGUMENTS = "arguments/megatron_args.py"
-_NAMES = {name: own for own, name in MEGATRON_NAMES.items()} | WRITTEN_NAMES
+_NAMES = {name: swift_name for swift_name, name in MEGATRON_NAMES.items()} | WRITTEN_NAMES
 _TRAINING: tuple[dict[str, Value], ...] = (
     {"weight_decay": 0.1, "adam_beta1": 0.9, "adam_beta2": 0.95, "clip_grad": 1.0},
     {"eval_iters": 0, "logging_steps": 1, "no_save_optim": True, "no_save_rng": True},

@@ -104,9 +104,9 @@ def _settings(words: Sequence[str]) -> dict[str, tuple[str, str]]:
         if (pair := _WORD.fullmatch(word)) is None:
             continue
         name = pair[2]
-        for place, own in OF_ACTOR.items():
+        for place, option_prefix in OF_ACTOR.items():
             if name.startswith(place) and (place.endswith(".") or name == place):
-                name = own + name[len(place) :]
+                name = option_prefix + name[len(place) :]
         settings[name] = (pair[2], pair[3])
     return settings
 
