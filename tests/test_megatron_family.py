@@ -20,11 +20,13 @@ from hypothesis import HealthCheck, given, settings
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import LaunchContext, Reader
+from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_bridge import export as megatron_bridge
 from autoplan.frameworks.megatron_bridge import read as bridge_in
 from autoplan.frameworks.megatron_lm import export as megatron_lm
 from autoplan.frameworks.megatron_lm import read as lm_in
 from autoplan.frameworks.megatron_lm.export import checked_parts
+from autoplan.frameworks.megatron_lm.versions import RELEASES, lacked
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.primus import export as primus
 from autoplan.frameworks.primus import read as primus_in
@@ -36,6 +38,7 @@ from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import chunk_layers
 from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.workload import Workload
 from framework_parsers import ask
 from megatron_plans import DEFECTS, LATENT, MATRIX, ZERO_BUBBLE, plan_files
 from test_megatron_lm_export import LLAMA_8B, plan_file_of, words_of
@@ -70,6 +73,30 @@ def ask_megatron(kind: str, asked: list[dict[str, Any]]) -> list[dict[str, Any]]
     """Answers of a framework; skipped where it is not here."""
     needs(kind)
     return ask("megatron_parser.py", asked, kind)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_release_is_given_no_option_that_it_lacks(release: str) -> None:
+    """Plans within the limits of a release are exported, as far as it has the model; others are refused."""
+    of_models = ("--rope-type", "--moe-shared-expert-gate", "--moe-router-padding-for-quantization", "--window-size")
+    for name, plan_file in MATRIX.items():
+        plan = plan_file.best.plan
+        workload = Workload(model=plan_file.model, training=plan_file.training, num_devices=plan.num_devices)
+        refusal = ""
+        try:
+            megatron_lm.job(plan_file, release)
+        except InputError as error:
+            refusal = str(error)
+        if broken(lacked(release), workload, plan):
+            assert f"Megatron-LM {release} has no --" in refusal, name
+        else:
+            assert not refusal or any(option in refusal for option in of_models), name
+    uneven = MATRIX["dense, uneven stages"]
+    if release == "0.12":
+        with pytest.raises(InputError, match=r"0\.12 has no --pipeline-model-parallel-layout, which is of 0\.13"):
+            exported(uneven, "megatron-lm@0.12", "torchrun")
+    else:
+        assert exported(uneven, f"megatron-lm@{release}", "torchrun")
 
 
 def question(plan_file: PlanFile, **said: Any) -> dict[str, Any]:

@@ -468,6 +468,14 @@ def test_a_command_that_is_echoed_is_not_the_one_that_starts() -> None:
     assert (model.vocab_size, model.position_embedding, model.gated_mlp) == (250880, "alibi", True)
 
 
+def test_states_of_bf16_in_a_pipeline_of_deepspeed_are_sharded_in_stage_0_too() -> None:
+    """As train/tr11-176B-ml/tr11-176B-ml.slurm of bigscience says beside its ZERO_STAGE."""
+    for changes, sharding in (("", "zero1"), ("--no-pipeline-parallel", "none"), ("--fp16", "none")):
+        text = ECHOED.replace("--zero-stage 1", f"--zero-stage 0 {changes}")
+        text = text.replace("--bf16", "") if changes == "--fp16" else text
+        assert megatron_lm.READER.read(text, LaunchContext()).plan.sharding == sharding
+
+
 def test_experts_of_megatron_deepspeed_are_not_taken_for_those_of_megatron() -> None:
     with pytest.raises(InputError, match="the experts of Megatron-DeepSpeed are not read"):
         megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 64"), LaunchContext())

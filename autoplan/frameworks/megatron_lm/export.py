@@ -1,6 +1,7 @@
 """Export of a plan to a command line of Megatron-LM's pretrain_gpt.py.
 
-Options are those of Megatron-LM d98e8a6 (core 0.20); places in comments are below megatron/ there.
+Options are those of Megatron-LM d98e8a6 (core 0.20), which its releases have since core 0.18; places in comments are
+below megatron/ there.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from autoplan.frameworks.megatron_lm.model_options import has_bias
 from autoplan.frameworks.megatron_lm.rules import LIMITS, RULES
 from autoplan.frameworks.megatron_lm.state_options import uses_megatron_fsdp
 from autoplan.frameworks.megatron_lm.table import Part, words
+from autoplan.frameworks.megatron_lm.versions import RELEASES, check_release, lacked
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
@@ -43,10 +45,12 @@ _TOO_OLD = {"fp8": ("volta", "turing", "ampere", "cdna2"), "mxfp8": _BLOCK_SCALE
 _TAKE_ANY_ROPE_BASE = ("Megatron-Bridge",)
 
 
-def job(plan_file: PlanFile, version: str = "") -> Job:
-    """Return the job that starts the plan in a checkout of Megatron-LM."""
+def job(plan_file: PlanFile, version: str = "main") -> Job:
+    """Return the job that starts the plan in a checkout of Megatron-LM; raise an error for what a release lacks."""
     loss = (LOSS,) if plan_file.framework.memory.bytes_per_logit < training_options.FUSED_LOSS_BYTES else ()
     parts = (*checked_parts(plan_file), *loss, TRAINING)
+    groups = tuple(_group(part, plan_file) for part in parts)
+    check_release(groups, version)
     return Job(
         framework="Megatron-LM",
         environment=environment(plan_file),
@@ -55,7 +59,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
             LaunchVariable(name="TRAIN_ITERS", default="100", note="steps", counts_steps=True),
         ),
         program='"$MEGATRON_LM_DIR/pretrain_gpt.py"',
-        groups=tuple(_group(part, plan_file) for part in parts),
+        groups=groups,
         replaceable=_group(DATA, plan_file),
         trailing=('--train-iters "$TRAIN_ITERS"',),
     )
@@ -144,5 +148,11 @@ def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
 
 
 TARGET = Target(
-    name="megatron-lm", title="Megatron-LM", rules=("megatron-lm", "unknown"), job=job, limits=(*RULES, *LIMITS)
+    name="megatron-lm",
+    title="Megatron-LM",
+    rules=("megatron-lm", "unknown"),
+    job=job,
+    versions=("main", *RELEASES),
+    limits=(*RULES, *LIMITS),
+    other_limits={release: (*RULES, *LIMITS, *lacked(release)) for release in RELEASES},
 )

@@ -26,6 +26,9 @@ def is_with_deepspeed(arguments: Options) -> bool:
 def translate(arguments: Options, *, has_model: bool) -> None:
     """Translate the options of Megatron-DeepSpeed to options of Megatron-LM, and add these."""
     sharding = arguments.word("zero_stage", dict(enumerate(_STAGES)), 1)
+    # Its pipeline engine wraps bf16 weights in BF16_Optimizer, whose states are sharded (runtime/engine.py:2315).
+    if sharding == Sharding.NONE and arguments.flag("bf16") and arguments.flag("pipeline_parallel", True):
+        sharding = Sharding.ZERO1
     means = _means(arguments, "zero_stage")
     means("use_distributed_optimizer", sharding != Sharding.NONE)
     if sharding in (Sharding.ZERO2, Sharding.ZERO3):
