@@ -5,11 +5,11 @@ usage: python benchmarks/closed_loop.py PART FOLDER [--budget TIME] [--model NAM
 Three models on the accelerators of this machine, or small ones on two ranks where it has none: the plans of the search
 space, run by the trainer of `autoplan run` and predicted from a profile of this machine.  `measure` goes around in
 rounds: of each model it visits what `autoplan profile` measures for the framework torch, into a database in FOLDER,
-then launches every plan once, until each has enough launches that no other load disturbed.  A virtual machine is up to
-twice as slow in some minutes as in others, and so both meet the same ones; predictions see the profile alone, and once
-more with a calibration: that of half of the plans for the others, as runs in the database make one.  `track`
-counts the bytes of each plan where no allocator does, which needs no quiet machine; `report` predicts, compares and
-writes what it found as Markdown.  Each stops within its budget and goes on where it stopped.
+then launches every plan once, until each has enough launches that no other load disturbed, or some more beside any.  A
+virtual machine is up to twice as slow in some minutes as in others, and so both meet the same ones; predictions see the
+profile alone, and once more with a calibration: that of half of the plans for the others, as runs in the database make
+one.  `track` counts the bytes of each plan where no allocator does, which needs no quiet machine; `report` predicts,
+compares and writes what it found as Markdown.  Each stops within its budget and goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from autoplan.profiler.protocol import Hello, Job, Rules
 from autoplan.profiler.store import open_store
 from autoplan.profiler.store.store import Store
 from autoplan.profiler.sweep import Progress, run
-from autoplan.profiler.tasks import MeasurementScope, ranked_tasks
+from autoplan.profiler.tasks import MeasurementScope, TaskKey, ranked_tasks
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import Precision
-from autoplan.spec.model import ModelSpec
+from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.operations import LAYER_HALVES, LAYERS, SHARED_LAYERS, Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -73,16 +73,33 @@ RANKS = default_num_ranks() if HAS_GPUS else 2
 GLOBAL_BATCH = 8 * max(RANKS // 2, 1)
 MICRO_BATCHES = (1, 2, 4, 8)
 HOST_MODELS = {
-    "tiny": (
-        ModelSpec(name="tiny", num_layers=16, hidden_size=192, vocab_size=1024, num_heads=6, ffn_size=512),
+    "deep": (
+        ModelSpec(name="deep", num_layers=16, hidden_size=192, vocab_size=1024, num_heads=6, ffn_size=512),
         64,
     ),
-    "small": (
-        ModelSpec(name="small", num_layers=8, hidden_size=256, vocab_size=4096, num_heads=4, ffn_size=768),
+    "grouped": (
+        ModelSpec(
+            name="grouped",
+            num_layers=4,
+            hidden_size=512,
+            vocab_size=8192,
+            num_heads=8,
+            num_kv_heads=2,
+            ffn_size=1408,
+        ),
         128,
     ),
-    "medium": (
-        ModelSpec(name="medium", num_layers=4, hidden_size=512, vocab_size=8192, num_heads=8, ffn_size=1408),
+    "experts": (
+        ModelSpec(
+            name="experts",
+            num_layers=4,
+            hidden_size=256,
+            vocab_size=4096,
+            num_heads=4,
+            num_kv_heads=2,
+            ffn_size=768,
+            moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=384),
+        ),
         128,
     ),
 }
@@ -114,9 +131,11 @@ FIXED = () if HAS_GPUS else ("recompute=none",)
 # On a device that others leave alone nothing else counts, whatever the cores of its host do.
 MAX_FOREIGN, MAX_SLOWDOWN = (np.inf, np.inf) if HAS_GPUS else (Rules().most_foreign, Rules().most_slowdown)
 LAUNCHES = 1 if HAS_GPUS else 3  # undisturbed ones of each plan, and visits of what is measured for the profile
+MORE_LAUNCHES = 2  # of a plan, where others use the machine all the time
 MAX_ROUNDS = 9
 WARMUP, STEPS = 2, 6 if HAS_GPUS else 2  # replicas of whole states put their buckets together again in the second step
 START_S, LAUNCH_S = (30.0, 20.0) if HAS_GPUS else (10.0, 5.0)  # for which there must be time left
+VISIT_SHARE = 0.6  # of the time that is left, for the profile; the rest is for launches
 ALLOWANCE_S = 1.0  # for one visit to settle
 LIMIT_S = 120.0  # of a launch without a word
 COPIED = 2**22  # fp32 numbers: no cache holds them
@@ -257,10 +276,24 @@ def measure_all(folder: Path, names: list[str], budget_s: float) -> None:
 
 
 def wanting(folder: Path, name: str, num_launches: int) -> list[ParallelPlan]:
-    """The plans of a model that have not been launched so often without other load, and did not run out of memory."""
-    done = Counter(launch.plan for launch in kept(folder) if launch.model == name and launch.is_clean)
-    full = {launch.plan for launch in kept(folder) if launch.model == name and launch.is_full}
-    return [plan for plan in compared_plans(name) if done[label(plan)] < num_launches and label(plan) not in full]
+    """The plans of a model to launch, those with the fewest launches first.
+
+    Launched so often without other load, or out of memory, is enough, as are `MORE_LAUNCHES` more beside any load.
+    """
+    launches = [launch for launch in kept(folder) if launch.model == name]
+    clean = Counter(launch.plan for launch in launches if launch.is_clean)
+    tried = Counter(launch.plan for launch in launches if launch.step_s)
+    full = {launch.plan for launch in launches if launch.is_full}
+    return sorted(
+        (
+            plan
+            for plan in compared_plans(name)
+            if clean[label(plan)] < num_launches
+            and tried[label(plan)] < num_launches + MORE_LAUNCHES
+            and label(plan) not in full
+        ),
+        key=lambda plan: tried[label(plan)],
+    )
 
 
 def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int, until: float) -> None:
@@ -272,11 +305,19 @@ def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int,
         seq_len=seq_len,
         tps=tuple(sorted({plan.tp for plan in compared_plans(name)})),
         micro_batches=MICRO_BATCHES,
-        only=OPERATIONS,
+        only=() if model.moe else OPERATIONS,
+    )
+    visits: Counter[TaskKey] = Counter(
+        (record.operation, record.shape, record.dtype, record.kernel, record.mode)
+        for record in store.records(include_hidden=True)
     )
     planned = ranked_tasks(scope, hello, store.measured_keys(hello.fingerprint, num_visits))
+    # On a machine that is never quiet, each is visited once more at most.
+    planned = [ranked for ranked in planned if visits[ranked.task.key] <= num_visits]
+    planned.sort(key=lambda ranked: visits[ranked.task.key])
     progress = Progress(total=len(planned))
-    run(crew, hello, store, planned, budget_s=until - time.monotonic(), progress=progress, visits_spoilt=False)
+    budget_s = VISIT_SHARE * (until - time.monotonic())
+    run(crew, hello, store, planned, budget_s=budget_s, progress=progress, visits_spoilt=False)
     counts = sum(progress.counts().values(), Counter())
     print(f"{name}: {dict(counts)}, {progress.num_left} left, {progress.elapsed_s:.0f} s", flush=True)
 
@@ -408,7 +449,8 @@ class Compared:
     predicted_s: Floats
     measured_s: Floats  # median over the clean launches of a plan
     noise: Floats  # of one launch: half of what a plan's launches lie apart, over their median; NaN of a single one
-    launches: list[Floats]  # each plan's clean ones
+    launches: list[Floats]  # each plan's undisturbed ones; where there is none, all
+    loads: Floats  # share of the machine that others used beside them
     bytes_needed: Floats  # predicted
     bytes_held: Floats  # counted
     rests: dict[Provenance, Floats]  # share of the predicted step by provenance
@@ -434,21 +476,22 @@ class Compared:
 def compare(folder: Path, name: str) -> Compared:
     """Predict the plans of a model that ran clean, from the profile alone."""
     problem, plans = problem_of(name, folder), compared_plans(name)
-    launches: dict[str, list[float]] = {label(plan): [] for plan in plans}
+    launches: dict[str, list[Launch]] = {label(plan): [] for plan in plans}
     held: dict[str, float] = {}
     full: set[str] = set()
     for launch in kept(folder):
         if launch.model == name and launch.plan in launches:
             if launch.is_full:
                 full.add(launch.plan)
-            if launch.is_clean:
-                launches[launch.plan].append(launch.seconds)
+            if launch.step_s:
+                launches[launch.plan].append(launch)
             if launch.peak_bytes:
                 held[launch.plan] = launch.peak_bytes
     plans = [plan for plan in plans if launches[label(plan)]]
     if not plans:
         raise InputError(f"no plan of {name} has run: launch first")
-    times = [np.array(launches[label(plan)]) for plan in plans]
+    used = [usable(launches[label(plan)]) for plan in plans]
+    times = [np.array([launch.seconds for launch in of_plan]) for of_plan in used]
     batch = PlanBatch.of(plans, problem.model.num_layers)
     cost = estimate(problem, batch)
     return Compared(
@@ -457,12 +500,18 @@ def compare(folder: Path, name: str) -> Compared:
         measured_s=np.array([np.median(time) for time in times]),
         noise=np.array([np.ptp(time) / 2 / np.median(time) if len(time) > 1 else np.nan for time in times]),
         launches=times,
+        loads=np.array([np.median([launch.foreign for launch in of_plan]) for of_plan in used]),
         bytes_needed=cost.logged_memory_bytes,
         bytes_held=np.array([held.get(label(plan), np.nan) for plan in plans]),
         rests=shares(problem, batch),
         full=sorted(full),
         calibrated_s=calibrated(problem, plans, np.array([np.median(time) for time in times])),
     )
+
+
+def usable(launches: list[Launch]) -> list[Launch]:
+    """Return the launches of a plan that no other load disturbed; all where there are none."""
+    return [launch for launch in launches if launch.is_clean] or launches
 
 
 def calibrated(problem: Problem, plans: list[ParallelPlan], measured_s: Floats) -> Floats:
@@ -547,7 +596,7 @@ def findings(name: str, found: Compared) -> list[str]:
         "",
         f"{count_parameters(model) / 1e6:.1f} M parameters: {model.num_layers} layers of {model.hidden_size}, "
         f"vocabulary {model.vocab_size}, {GLOBAL_BATCH} sequences of {seq_len} a step.  {len(found.plans)} of "
-        f"{len(compared_plans(name))} plans ran undisturbed, {min(launches)} to {max(launches)} times each "
+        f"{len(compared_plans(name))} plans ran, {min(launches)} to {max(launches)} times each "
         f"({LAUNCHES} are wanted); the step rests on {rests}.",
         "",
         f"* error: median {100 * np.median(errors):.1f} %, worst {100 * errors.max():.1f} %, "
@@ -575,12 +624,18 @@ def findings(name: str, found: Compared) -> list[str]:
             f"| {kind} | {len(own)} | {100 * np.median(np.abs(own)):.1f} % | {100 * np.abs(own).max():.1f} % "
             f"| {100 * np.median(own):+.1f} % |"
         )
-    lines += ["", "| plan | predicted | measured | error | launches | noise | memory predicted | counted | error |"]
-    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    lines += [
+        "",
+        "| plan | predicted | calibrated | measured | error | launches | noise | other load | memory predicted ",
+    ]
+    lines[-1] += "| counted | error |"
+    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for at in np.argsort(found.measured_s):
         lines.append(
-            f"| {label(found.plans[at])} | {1e3 * found.predicted_s[at]:.0f} ms | {1e3 * found.measured_s[at]:.0f} ms "
-            f"| {100 * found.errors[at]:+.1f} % | {len(found.launches[at])} | {percent(float(found.noise[at]))} "
+            f"| {label(found.plans[at])} | {1e3 * found.predicted_s[at]:.0f} ms "
+            f"| {1e3 * found.calibrated_s[at]:.0f} ms | {1e3 * found.measured_s[at]:.0f} ms "
+            f"| {100 * found.errors[at]:+.1f} % | {len(found.launches[at])} "
+            f"| {percent(float(found.noise[at]))} | {percent(float(found.loads[at]))} "
             f"| {memory_sentence(found, int(at))} |"
         )
     return [*lines, ""]
@@ -625,8 +680,8 @@ def report_all(folder: Path, names: list[str], path: Path | None) -> None:
     quiet = (
         ""
         if HAS_GPUS
-        else f" in which other load took at most {100 * MAX_FOREIGN:.0f} % of the machine and a check at most "
-        f"{100 * MAX_SLOWDOWN:.0f} % longer than usual"
+        else ", of each plan those (if any) in which other load took at most "
+        f"{100 * MAX_FOREIGN:.0f} % of the machine and a check at most {100 * MAX_SLOWDOWN:.0f} % longer than usual"
     )
     where = (
         f"On {machine}, torch {version('torch')}, products in {PRECISION}.  Measured: the median over launches{quiet}, "

@@ -41,7 +41,7 @@ def read_result(folder: Path, log: LogReader, status: JobStatus, *, seconds: flo
             return make_result("failed", str(error), seconds=seconds)
         peak_bytes = max(report.peak_bytes, default=None)
         result = _timed("measured", report.step_s, peak_bytes=peak_bytes, seconds=seconds)
-        return replace(result, other_load=report.other_load)
+        return replace(result, other_load=report.other_load, clock_mhz=report.clock_mhz)
     words, refusal = LogEnd(), ""
     for name in (LOG, MESSAGES):
         for line in _lines(folder / name):

@@ -255,6 +255,8 @@ class Trials:
             parts[0] += f" {format_seconds(result.step_s)} per step, predicted {predicted}"
             if result.other_load is not None:
                 parts[0] += f", other load {format_percent(result.other_load)}"
+            if result.clock_mhz is not None:
+                parts[0] += f", {result.clock_mhz:,.0f} MHz"
         elif result.reason:
             parts[0] += f": {result.reason}"
         view = self.tuning.state()

@@ -70,6 +70,7 @@ class TrialResult:
     spread: float = RUN_SPREAD
     peak_bytes: float | None = None
     other_load: float | None = None  # share of the machine used by others, if known
+    clock_mhz: float | None = None  # of the slowest device, if known
     seconds: float = 0.0  # time for which it occupied the devices
 
 

@@ -397,6 +397,7 @@ RUNNING = JobStatus(state="running")
 def finish(folder: Path, *step_s: float) -> JobStatus:
     outcome = {
         "measured": {"losses": [], "step_s": step_s, "peak_bytes": [1e9], "device": "h100-sxm", "other_load": 0.03}
+        | {"clock_mhz": 1755.0}
     }
     (folder / OUTCOME).write_text(json.dumps(outcome))
     return ENDED
@@ -471,7 +472,8 @@ def test_every_way_to_end_is_a_result_with_its_reason_and_the_study_goes_on(
     results = [trial.result for trial in trials]
     assert all(result is not None for result in results)
     assert [result.other_load for result in results if result] == [0.03] + [None] * 9
-    assert any("trial 0" in line and ", other load 3.0 %" in line for line in lines)
+    assert [result.clock_mhz for result in results if result] == [1755.0] + [None] * 9
+    assert any("trial 0" in line and ", other load 3.0 %, 1,755 MHz" in line for line in lines)
     assert [result.how for result in results if result] == [
         "measured", "oom", "failed", "failed", "failed", "failed", "lost", "timeout", "slower", "measured",
     ]  # fmt: skip

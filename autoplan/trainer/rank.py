@@ -94,6 +94,7 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
         rows.append((times, loss, time.process_time() - process_s, _busy_s() - busy_s))
         if rank == 0:
             line.send(Advance(step=step, step_s=times.step_s, loss=loss))
+    clocks_mhz = _gathered(_clock_mhz(device))
     if device.type == "cuda" and task.tracks_memory:
         peaks = _gathered(float(torch.cuda.max_memory_allocated(device)))
     if task.trace_folder is not None:
@@ -109,6 +110,7 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
         passes_s=tuple(max(row[0].passes_s for row in rank_rows) for rank_rows in steps),
         optimizer_s=tuple(max(row[0].optimizer_s for row in rank_rows) for rank_rows in steps),
         other_load=other_load(loads, sum(step_s), os.cpu_count() or 1) if device.type == "cpu" else None,
+        clock_mhz=min(filter(None, clocks_mhz), default=None),
         peak_bytes=tuple(peaks),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         check=check,
@@ -149,6 +151,13 @@ def _gathered(value: Any) -> list[Any]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, value)
     return gathered
+
+
+def _clock_mhz(device: torch.device) -> int:
+    """Return the clock of a device; 0 if neither its library nor its driver tells."""
+    with contextlib.suppress(Exception):  # each library has its own errors
+        return torch.cuda.clock_rate(device) if device.type == "cuda" else 0
+    return 0
 
 
 def other_load(loads: Sequence[tuple[str, list[tuple[float, float]]]], wall_s: float, num_cores: int) -> float | None:

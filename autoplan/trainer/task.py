@@ -71,6 +71,7 @@ class TrainingReport:
     passes_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
     other_load: float | None = None  # share of the worst host's cores used by other processes; only on CPUs
+    clock_mhz: float | None = None  # of the slowest device after the last step; None if no driver tells
     peak_bytes: tuple[float, ...] = ()  # peak of each rank's tensors; empty if it was not tracked
     device: str  # such as cpu or the name of the GPU
     check: Deviation | None = None
