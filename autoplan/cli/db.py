@@ -380,7 +380,7 @@ def _print_added(added: Added, *, json: bool) -> None:
         return
     text = f"{added.new:,} new, {added.present:,} already there"
     if added.marks:
-        text += f"; {added.marks:,} new reviews"
+        text += f"; {added.marks:,} new review{'s' * (added.marks > 1)}"
     if added.first:
         text += f"; {added.quarantined:,} quarantined, the first {added.first.key[:12]}: {added.first.reason}"
     typer.echo(text)
