@@ -454,6 +454,7 @@ def test_parts_that_timers_tell_stand_beside_the_prediction_and_add_up(tmp_path:
     assert [term["measured_s"] for term in result["terms"]] == pytest.approx([1.25, 0.25, 0.5, 0.1])
     assert sum(term["predicted_s"] for term in result["terms"]) == pytest.approx(result["predicted_step_s"])
     assert "all-grads-sync           250.0 ms   11.9 %" in run(tmp_path, "read", "run.txt").stdout
+    assert "No such file" in run(tmp_path, "read", "missing", "--plan", "plan.json").stderr
     ranks = ["times across ranks (ms):", "  optimizer:", "     rank  0: 510.00", "     rank  1: 490.00"]
     (tmp_path / "ranks.txt").write_text("\n".join([*(megatron(at, 2.1) for at in range(1, 6)), *ranks]))
     assert "optimizer  490.0 ms  510.0 ms   24.3 %  rank 0" in run(tmp_path, "read", "ranks.txt").stdout

@@ -89,7 +89,7 @@ def read(
     if kind == "logs":
         _print_log(api.traces.read_log(files, plan=plan, db=whole_url(context, url)), json=json)
         return
-    if len(files) > 1 or plan is not None or out is not None:
+    if files[0].exists() and (len(files) > 1 or plan is not None or out is not None):
         raise InputError(
             f"{files[0]}: neither a trace of torch's profiler nor a log: give one launch file, without --plan and --out"
         )
