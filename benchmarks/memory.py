@@ -27,7 +27,7 @@ from autoplan.base.arrays import Bools, Floats
 from autoplan.base.units import GIB
 from autoplan.cost.estimate import estimate
 from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
-from autoplan.runs.predictions import offloads_activations, recompute_is_stated
+from autoplan.runs.predictions import recompute_is_stated
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.framework import Framework
@@ -293,7 +293,7 @@ def show_probabilities(cases: Sequence[Case], prediction: Predicted) -> None:
     micro-batch that fits.  Runs of which it is not told what they recompute, or that keep activations on the host, are
     left out: they need less than what is priced.
     """
-    is_known = np.array([recompute_is_stated(case.run) and not offloads_activations(case.run) for case in cases])
+    is_known = np.array([recompute_is_stated(case.run) for case in cases])
     num_left_out = (~is_known).sum()
     print(f"\n{num_left_out} runs do not tell what they recompute, or keep activations on the host: not counted below")
     fails = {case.source for case in cases if case.is_oom}

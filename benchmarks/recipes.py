@@ -29,7 +29,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
-from autoplan.runs.predictions import offloads_activations, recompute_is_stated
+from autoplan.runs.predictions import recompute_is_stated
 from autoplan.runs.runs import Run, read_runs
 from autoplan.search.choice import pace
 from autoplan.search.excluded_options import with_excluded_options
@@ -82,17 +82,15 @@ REASONS = {
 }
 # What the table leaves out of recipes that ran and by the model do not fit, or are not sure to, by how an id begins.
 _README = "README.md of its commit says tp 2 of the 5B model, with which it needs 43 to 50 GiB; conf/training says 1"
-_OFFLOADS = "offloads activations of 20 (GB300) or 40 (GB200) of 80 layers, which is not priced"
 DOUBTS = {
     "dgxc-213": "within what is not known of it: 94 % of the memory",
     "launcher2208-00": _README,
     "launcher2208-007": "its speed fits full recomputation, not the selective one of its file",
     "nemo2407-004": "a run in the way of MLPerf: 8-bit parameters (conf/training/gpt3/175b_mlperf.yaml) need 69 GiB",
-    "nemo2407-010": "not explained: nemotron_340b.yaml of the 24.07 container repeats attention alone; with 8-bit "
-    "parameters it needs 77 GiB",
-    "nemo2407-015": "not explained: states of 14 bytes a parameter, which nothing shards, need 65 of 79 GiB",
-    "nvbridge-074": _OFFLOADS,
-    "nvbridge-077": _OFFLOADS,
+    "nemo2407-010": "its table tells no 8-bit parameters: with them it needs 77 of 79 GiB, 87 without; "
+    "nemotron_340b.yaml of the 24.07 container repeats attention alone",
+    "nemo2407-015": "its table tells no recomputation: states of 14 bytes a parameter, which nothing shards, need 65 "
+    "of 79 GiB, so that it repeats layers or has narrower states than the launcher's sft.yaml",
     "nvbridge-165": "its precision runs with pp 4 and vp 5 (Megatron-Bridge v0.3.1, llama3_workload_base_configs.py)",
     "nvbridge-268": "offloads activations of 40 of 80 layers (v0.1.0rc4, llama3_70b_llm_pretrain.yaml: GB200, fp8_cs)",
 }
@@ -232,8 +230,7 @@ def published(path: Path, sources: tuple[str, ...]) -> list[Recipe]:
 
 def unknown_of(runs: Sequence[Run]) -> tuple[str, ...]:
     """Return what decides the memory of a recipe and no row of it tells, or no plan is priced with."""
-    unknown = () if any(map(recompute_is_stated, runs)) else ("recomputation not told",)
-    return (*unknown, "offloads activations") if any(map(offloads_activations, runs)) else unknown
+    return () if any(map(recompute_is_stated, runs)) else ("recomputation not told",)
 
 
 def step_s(row: dict[str, str], problem: Problem, plan: ParallelPlan) -> float:

@@ -24,7 +24,8 @@ TIE = 1e-9
 _TIE_ORDER = (
     *("pp", "tp", "cp", "ep", "etp", "vp", "schedule"),
     *("recompute", "recompute_modules", "recompute_num_layers"),
-    *("offload", "sharding", "cp_kind", "dispatcher", "tp_overlap", "ep_overlap", "rank_order"),
+    *("offload", "offload_modules", "offload_layers", "sharding"),
+    *("cp_kind", "dispatcher", "tp_overlap", "ep_overlap", "rank_order"),
     *("dropout", "token_dropping", "fp8_attention", "fp8_activation_input", "router_fusion", "rope_fusion"),
     *("cuda_graphs", "narrow_params", "main_weights", "moment_dtype", "grad_dtype", "reduce_dtype"),
     *("fp8_scaling", "wide_adapters"),

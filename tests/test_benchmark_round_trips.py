@@ -32,6 +32,8 @@ from autoplan.spec.enums import (
     GradType,
     MainWeights,
     MomentType,
+    OffloadLayers,
+    OffloadModules,
     RankOrder,
     RecomputeModule,
     Schedule,
@@ -123,6 +125,8 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
     },
     "narrow_params": {word: ({"precision": "fp8", "narrow_params": word == "on"},) for word in ("off", "on")},
     "fp8_attention": {word: ({"precision": "fp8", "fp8_attention": word == "on"},) for word in ("off", "on")},
+    "offload_modules": {word: (EXPERT_RANKS | {"offload_modules": word},) for word in OffloadModules},
+    "offload_layers": {word: ({"offload_layers": word},) for word in OffloadLayers},
     "fp8_activation_input": {word: ({"fp8_activation_input": word == "on"},) for word in ("off", "on")},
     "main_weights": {
         word: ({"main_weights": word}, {"main_weights": word, "moment_dtype": "bf16"}) for word in MainWeights

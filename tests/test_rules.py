@@ -66,6 +66,8 @@ CORE_OPTIONS: tuple[Case, ...] = tuple(
         ("narrow_params", True),
         ("fp8_attention", True),
         ("fp8_activation_input", True),
+        ("offload_modules", "core_attn"),
+        ("offload_layers", "1/2"),
         ("token_dropping", True),
         ("dropout", True),
         ("router_fusion", True),

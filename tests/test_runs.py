@@ -329,12 +329,23 @@ def test_a_run_of_which_it_is_not_told_what_it_recomputes_may_fit(tmp_path: Path
     assert predict(run).verdict == verdict
 
 
-def test_activations_on_the_host_may_make_room(tmp_path: Path) -> None:
-    row = LLAMA | {"num_layers": "16", "micro_batch": "16", "pp": "1", "vp": "", "dp": "8"}
-    (run,) = runs_of(tmp_path, row | {"options": "activation_offload_layers=8"})
-    prediction = predict(run)
-    assert prediction.verdict == "risky"
-    assert prediction.note.endswith("activations on the host, which are not priced, may make room")
+def test_activations_of_layers_on_the_host_are_in_the_plan_of_a_run(tmp_path: Path) -> None:
+    row = LLAMA | {"num_layers": "16", "micro_batch": "4", "pp": "1", "vp": "", "dp": "8", "recompute": "none"}
+    offloads = (row | {"id": number, "options": f"activation_offload_layers={number}"} for number in ("8", "5"))
+    plain, half, third = runs_of(tmp_path, row, *offloads)
+    assert [run.plan and run.plan.offload_layers for run in (plain, half, third)] == ["none", "1/2", "1/4"]
+    assert any("as 1/4 of the layers" in column for column in third.filled)
+    assert not any("offload" in column for column in half.filled)
+    assert predict(half).peak_memory_gib < predict(third).peak_memory_gib < predict(plain).peak_memory_gib
+
+
+def test_recipes_that_pack_samples_for_fine_tuning_do_not_interleave(tmp_path: Path) -> None:
+    row = LLAMA | {"framework": "NeMo 24.07/Megatron-Core", "vp": "", "global_batch": "64"}
+    rows = (row, row | {"id": "packed", "options": "packed=1"})
+    whole, packed = (run.plan for run in runs_of(tmp_path, *rows))
+    assert whole is not None
+    assert packed is not None
+    assert (whole.vp > 1, packed.vp) == (whole.pp > 1, 1)
 
 
 def test_what_a_recipe_chose_goes_before_what_recipes_usually_choose(tmp_path: Path) -> None:

@@ -70,6 +70,8 @@ def test_gathers_that_wait_are_refused_where_a_target_cannot_be_told(tmp_path: P
 
 
 OPTIONS = (
+    "offload_modules",
+    "offload_layers",
     "fp8_attention",
     "fp8_activation_input",
     "cuda_graphs",
@@ -78,7 +80,7 @@ OPTIONS = (
     "main_weights",
     "moment_dtype",
 )
-CHANGED = [(axis.name, value) for axis in AXES if axis.name in OPTIONS for value in axis.searched]
+CHANGED = [(axis.name, value) for axis in AXES if axis.name in OPTIONS for value in axis.enum or (False, True)]
 TUNINGS = (
     FineTuning(rank=8),
     FineTuning(rank=8, targets=("all-linear",), quantization="nf4"),

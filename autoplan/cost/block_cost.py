@@ -21,7 +21,7 @@ from autoplan.spec.plan import ALL_LAYERS, PlanBatch
 # Share of the launches of a backward pass that a schedule may defer: two weight-gradient products of a block's
 # matrices, out of these, two input-gradient products and all other kernels.
 WEIGHT_LAUNCHES = 2 / (KERNELS_BACKWARD + 4)
-_WAITS = ("fsdp_communication", "launch")
+_WAITS = ("fsdp_communication", "activation_offload", "launch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,18 +154,29 @@ class Lags:
     halves: tuple[Halves, Halves] | None  # split backward pass, without and with recomputation
 
 
-def finish(framework: Framework, terms: dict[str, Floats], traffic: Floats, launch: Floats, wait: Floats) -> Floats:
+def finish(
+    framework: Framework,
+    terms: dict[str, Floats],
+    traffic: Floats,
+    launch: Floats,
+    wait: Floats,
+    copies: Floats | float = 0.0,
+) -> Floats:
     """Return by how much a pass's launches outlast its run time on the device; add its exposed parameter traffic.
 
-    The term `launch` of the pass is set to the unavoidable wait for the host.
+    `copies` of activations to the host, or back, are exposed as far as they outlast all else: engines of their own make
+    them, and the link to the host carries both directions at once.  The term `launch` of the pass is set to the
+    unavoidable wait for the host.
     """
     busy = add_up(terms.values())
     # The longer of computation and communication is exposed, and part of the shorter one (first unit, contention).
     terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.overlap.fsdp_unhidden_share * np.minimum(
         traffic, busy
     )
+    busy = busy + terms["fsdp_communication"]
+    terms["activation_offload"] = np.maximum(copies - busy, 0.0)
     terms["launch"] = wait
-    return launch - wait - busy - terms["fsdp_communication"]
+    return launch - wait - busy - terms["activation_offload"]
 
 
 def with_launches(

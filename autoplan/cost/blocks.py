@@ -48,7 +48,7 @@ from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
 from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
-from autoplan.cost.memory.recompute import selective_s
+from autoplan.cost.memory.recompute import activation_parts, offloaded, selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.layout import repeats_beside
@@ -64,6 +64,10 @@ from autoplan.spec.terms import BLOCK_TERMS
 # CUDA graph, so that the host reaches the block early [fitted: 25 runs of nvbridge that state their graphs, 10 of them
 # with attention].
 GRAPHED_ATTENTION_WAIT = 0.5
+
+# Share of the nominal rate of the link to the host that long copies from pinned memory sustain in each direction: 55.4
+# of 64 GB/s by PCIe gen5 (nvbandwidth 0.10 on 8 GPUs), 193 to 201 of 450 by NVLink-C2C (presets/devices/gb200.toml).
+HOST_LINK_SHARE = {"pcie": 0.87, "xgmi": 0.87, "nvlink-c2c": 0.43}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,15 +314,16 @@ def _block_cost(
         input_s = add_up(terms.values()) + parts.split_s - parts.weight_s
         return Halves.of(framework, input_s, parts.weight_s, states, launch_s, wait_s)
 
-    lag = finish(framework, forward, states.forward_s, host.forward_s, wait.forward_s)
+    to_host_s = _offload_s(problem, batch, block, shape)
+    lag = finish(framework, forward, states.forward_s, host.forward_s, wait.forward_s, to_host_s)
     wait_s = wait.backward_s + wait.forward_s * batch.repeats(RecomputeModule.MOE)
     apart = apart_again = halves(backward, host.backward_s, wait_s)
-    late = again_late = finish(framework, backward, states.backward_s, host.backward_s, wait_s)
+    late = again_late = finish(framework, backward, states.backward_s, host.backward_s, wait_s, to_host_s)
     repeat = dict.fromkeys(BLOCK_TERMS, zeros)
     if (batch.recompute == FULL).any():
         again_s = host.backward_s + _host_s(problem, batch, block, parts.is_whole).forward_s
         apart_again = halves(repeated, again_s, wait.total_s)
-        again_late = finish(framework, repeated, states.backward_s, again_s, wait.total_s)
+        again_late = finish(framework, repeated, states.backward_s, again_s, wait.total_s, to_host_s)
         repeat = _repeat_terms(parts, repeated, backward)
     cost = BlockCost(
         forward_s=forward,
@@ -359,6 +364,15 @@ def _work_terms(
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
     spared = spared + _never_repeated_experts_s(problem, block, parts, ep)
     return forward, backward, backward | {"recompute": forward_s - spared}
+
+
+def _offload_s(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Floats:
+    """Time to copy a block's offloaded activations to the host, or back."""
+    if not (batch.offload_modules.any() or batch.offload_layers.any()):
+        return np.zeros(len(batch))
+    copied = offloaded(problem, batch, block, shape, activation_parts(problem, batch, block, shape)).copied_bytes
+    cluster = problem.cluster
+    return copied / (HOST_LINK_SHARE[cluster.host.device_link] * cluster.device.host_link_bytes_per_s)
 
 
 def _repeat_terms(parts: _Parts, repeated: dict[str, Floats], backward: dict[str, Floats]) -> dict[str, Floats]:

@@ -39,7 +39,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         for name, value in step_terms(LaidOutPipelines.plain(problem, laid)).items():
             terms[name][where] = value
         logged[where] = laid.memory.logged_bytes(problem)
-        host[where] = host_bytes(problem, laid.batch, laid.parameters)
+        host[where] = host_bytes(problem, laid.batch, laid.parameters, laid.memory.offloaded_bytes)
         worst[where] = worst_stage = np.argmax(laid.memory.reserved_bytes, axis=1)
         for name, value in laid.memory.terms.items():
             memory[name][where] = value[np.arange(len(worst_stage)), worst_stage]
@@ -83,8 +83,9 @@ def memory_oom_z(problem: Problem, batch: PlanBatch) -> Floats:
         plans = batch.take(where)
         blocks = stage_blocks(problem.model, plans, stages)
         parameters = stage_parameters(problem, plans, blocks)
-        reserved = stage_memory(problem, plans, blocks, parameters).reserved_bytes.max(axis=1)
-        of_plans[where] = oom_z(problem, reserved, host_bytes(problem, plans, parameters))
+        memory = stage_memory(problem, plans, blocks, parameters)
+        on_host = host_bytes(problem, plans, parameters, memory.offloaded_bytes)
+        of_plans[where] = oom_z(problem, memory.reserved_bytes.max(axis=1), on_host)
     return of_plans
 
 

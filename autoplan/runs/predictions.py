@@ -87,9 +87,6 @@ def _prediction(priced: _Priced, cost: CostEstimate) -> Prediction:
     if verdict == "oom" and not recompute_is_stated(run) and _fits_recomputed(priced.problem, cost.batch.plan(0)):
         verdict = "risky"
         note = "; ".join(part for part in (note, "what is recomputed is not told: fits with all of it") if part)
-    if verdict == "oom" and offloads_activations(run):
-        verdict = "risky"
-        note = f"{note}; activations on the host, which are not priced, may make room"
     return Prediction(
         id=run.id,
         step_time_s=float(cost.step_s[0]),
@@ -124,11 +121,6 @@ def recompute_is_stated(run: Run) -> bool:
         return False
     names_no_module = run.plan.recompute == "selective" and run.plan.recompute_modules == DEFAULT_RECOMPUTE_MODULES
     return not (names_no_module and run.problem.fuses_attention)
-
-
-def offloads_activations(run: Run) -> bool:
-    """Return whether a run offloads activations to the host, which is not priced."""
-    return any(column.startswith("activation_offload") for column in run.filled)
 
 
 def _fits_recomputed(problem: Problem, plan: ParallelPlan) -> bool:

@@ -17,6 +17,7 @@ from autoplan.spec.enums import (
     Fp8Scaling,
     MainWeights,
     Offload,
+    OffloadLayers,
     Recompute,
     RecomputeModule,
     Sharding,
@@ -66,7 +67,10 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     sharding, shard, offload = _sharding(row, recipe, dp)
     micro_batch = row.integer("micro_batch", _usual_micro_batch(row, recipe, pp, dp))
     global_batch = row.integer("global_batch", micro_batch * dp)
-    vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MAX_DEGREE) or 1
+    vp = (
+        row.integer("vp", _usual_vp(row, problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MAX_DEGREE)
+        or 1
+    )
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
     recompute, num_repeated = _recompute(row, problem)
@@ -99,6 +103,7 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         recompute_modules=modules or DEFAULT_RECOMPUTE_MODULES,
         precision=problem.training.precision,
         offload=_offload(row, offload),
+        offload_layers=_offload_layers(row, problem.model),
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
         dispatcher=_dispatcher(row, problem, recipe, ep, drops=drops),
         ep_overlap=overlaps,
@@ -124,6 +129,16 @@ def _sharding(row: Row, recipe: Recipe, dp: int) -> tuple[str, int, Offload]:
 def _offload(row: Row, by_sharding: Offload) -> Offload:
     """Return which states are offloaded to the host: those named by an option, or those of "+offload"."""
     return enum_value("offload", Offload, row.options().get("offload", by_sharding))
+
+
+def _offload_layers(row: Row, model: ModelSpec) -> OffloadLayers:
+    """Return the share of the layers whose activations are in host memory; only quarters are priced."""
+    text = row.options().get("activation_offload_layers", "0")
+    share = (int(text) if text.isdigit() else 0) / model.num_layers
+    nearest = OffloadLayers.nearest(share)
+    if nearest.share != share or not text.isdigit():
+        row.filled.append(f"activation_offload_layers={text} as {nearest} of the layers")
+    return nearest
 
 
 def _chosen(row: Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
@@ -209,11 +224,15 @@ def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
     return 1 if fits else math.gcd(moe.num_experts, num_gpus // pp)
 
 
-def _usual_vp(problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) -> int:
-    """Default `vp`: 1, or as many chunks as a stage has layers."""
+def _usual_vp(row: Row, problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) -> int:
+    """Default `vp`: 1, or as many chunks as a stage has layers.
+
+    Recipes that pack samples for fine-tuning do not interleave (NeMo-Framework-Launcher 0da9ad9,
+    conf/peft/llama/sft.yaml).
+    """
     model = problem.model
     can = pp > 1 and model.moe is None and model.num_layers % pp == 0 and num_microbatches % pp == 0
-    return model.num_layers // pp if can and recipe.interleaves_layers else 1
+    return model.num_layers // pp if can and recipe.interleaves_layers and not row.option("packed", False) else 1
 
 
 def _usual_recompute(problem: Problem) -> Recompute:

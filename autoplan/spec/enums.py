@@ -105,7 +105,45 @@ class Offload(CodedEnum):
     NONE = "none"
     OPTIMIZER = "optimizer"
     PARAMETERS = "parameters"
-    ACTIVATIONS = "activations"
+
+
+class OffloadModules(CodedEnum):
+    """Parts of a layer whose inputs wait in host memory for the backward pass.
+
+    By Megatron-Core's names (transformer_config.py, offload_modules).
+    """
+
+    NONE = "none"
+    CORE_ATTN = "core_attn"
+    ATTENTION = "core_attn+attn_proj"
+    EXPERT_FC1 = "expert_fc1"
+    MOE_ACT = "moe_act"
+    EXPERTS = "expert_fc1+moe_act"
+    ALL = "core_attn+attn_proj+expert_fc1+moe_act"
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Names of the parts."""
+        return frozenset() if self is OffloadModules.NONE else frozenset(self.split("+"))
+
+
+class OffloadLayers(CodedEnum):
+    """Share of the layers all of whose activations wait in host memory (model_parallel_config.py, cpu_offloading)."""
+
+    NONE = "none"
+    QUARTER = "1/4"
+    HALF = "1/2"
+    THREE_QUARTERS = "3/4"
+
+    @property
+    def share(self) -> float:
+        """The share as a number."""
+        return 0.25 * self.code
+
+    @classmethod
+    def nearest(cls, share: float) -> OffloadLayers:
+        """Return the share that is nearest to a number."""
+        return min(cls, key=lambda word: abs(word.share - share))
 
 
 class CudaGraphs(CodedEnum):

@@ -23,6 +23,8 @@ from autoplan.spec.enums import (
     MainWeights,
     MomentType,
     Offload,
+    OffloadLayers,
+    OffloadModules,
     Precision,
     RankOrder,
     Recompute,
@@ -58,6 +60,8 @@ _SHARDING_TERMS = {
     Sharding.ZERO3: "fully sharded (ZeRO-3)",
 }
 _OPTION_WORDS: dict[str, dict[str, str]] = {
+    "offload_modules": {word: f"inputs of {word} on the CPU" for word in OffloadModules if word.code},
+    "offload_layers": {word: f"activations of {word} of the layers on the CPU" for word in OffloadLayers if word.code},
     "cuda_graphs": {
         CudaGraphs.ROUTER: "CUDA graphs of routers",
         CudaGraphs.ATTENTION: "CUDA graphs of attention",
@@ -115,6 +119,8 @@ class ParallelPlan:
     recompute_num_layers: int | None = None
     precision: Precision = Precision.BF16
     offload: Offload = Offload.NONE
+    offload_modules: OffloadModules = OffloadModules.NONE
+    offload_layers: OffloadLayers = OffloadLayers.NONE
     tp_overlap: bool = False
     grad_reduce_overlap: bool = True
     param_gather_overlap: bool = True
@@ -296,8 +302,6 @@ def check_priced(plan: ParallelPlan) -> None:
     """Reject a value that the cost model does not cover yet; no value is silently ignored."""
     if plan.schedule == "gpipe" and plan.vp > 1:
         raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
-    if plan.offload == "activations":
-        raise UnpricedError("offload 'activations' is not priced yet: use none, optimizer or parameters")
     if plan.tp_grid is not None:
         raise UnpricedError(
             f"tp_grid {list(plan.tp_grid)}: launcher does not support more than 1-D tensor parallelism: leave it out"
@@ -335,6 +339,8 @@ class PlanBatch(Rows):
     recompute_num_layers: Ints  # of a chunk; 0 unless recompute is full, ALL_LAYERS where a plan names no number
     precision: Ints
     offload: Ints
+    offload_modules: Ints
+    offload_layers: Ints
     cuda_graphs: Ints
     grad_dtype: Ints
     reduce_dtype: Ints

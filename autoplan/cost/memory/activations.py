@@ -9,7 +9,7 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints, add_up, distinct_rows
 from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.sizes import local_logits, norm_tokens
-from autoplan.cost.memory.recompute import Parts, activation_parts, kept_bytes
+from autoplan.cost.memory.recompute import Offloaded, Parts, activation_parts, kept_bytes, offloaded
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_beside
 from autoplan.cost.pipeline.order import PipelineShape, chunks_of_ranks, live_chunks
@@ -116,12 +116,19 @@ def layer_parts(problem: Problem, batch: PlanBatch) -> dict[Block, Parts]:
     return {block: activation_parts(problem, batch, block, shape) for block, shape in shapes.items()}
 
 
+def offloaded_blocks(problem: Problem, batch: PlanBatch, parts: dict[Block, Parts]) -> dict[Block, Offloaded]:
+    """Bytes that every kind of block in the layers offloads per micro-batch; `parts` covers the layers."""
+    shapes = layer_shapes(problem.model, problem.training.finetuning)
+    return {block: offloaded(problem, batch, block, shapes[block], own) for block, own in parts.items()}
+
+
 def block_bytes(problem: Problem, batch: PlanBatch, parts: dict[Block, Parts]) -> dict[Block, Floats]:
     """Bytes that every kind of block stores per micro-batch under each plan's selective recomputation.
 
     `parts` covers the layers.  A frozen encoder stores nothing, a recomputed one stores less.
     """
-    kept = {block: kept_bytes(problem, batch, own) for block, own in parts.items()}
+    freed = offloaded_blocks(problem, batch, parts)
+    kept = {block: kept_bytes(problem, batch, own) - freed[block].freed_bytes for block, own in parts.items()}
     encoding, finetuning = problem.of_encoder, problem.training.finetuning
     if encoding is None:
         return kept

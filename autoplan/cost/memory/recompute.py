@@ -7,6 +7,7 @@ element per plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from autoplan.cost.kernels.sizes import (
 )
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.memory.state_types import WIDE_BYTES
-from autoplan.spec.enums import Precision, RecomputeModule
+from autoplan.spec.enums import OffloadLayers, OffloadModules, Precision, RecomputeModule
 from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
@@ -281,25 +282,59 @@ def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     """Bytes by part of router, permuted inputs, experts and shared expert."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
-    is_checkpointed = batch.repeats(RecomputeModule.MOE_ACT)
-    width, narrow = _bytes_per_width(problem, batch, is_checkpointed=is_checkpointed), input_bytes(problem, batch)
+    narrow = input_bytes(problem, batch)
     routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
     per_width = routed * moe.expert_ffn_size / batch.etp
-    inputs = narrow * routed * (moe.latent_size or model.hidden_size)
-    # Outputs for the gradients of the scores, and again weighted by the scores.
-    copies = 2.0 if problem.framework.memory.fsdp2_states else 0.0
-    inputs = (copies + shape.keeps_input("expert_fc1")) * inputs
+    inputs, gates = _routed_bytes(problem, batch, shape)
+    if problem.framework.memory.fsdp2_states:  # outputs for the gradients of the scores, and weighted by the scores
+        inputs = inputs + 2.0 * narrow * routed * (moe.latent_size or model.hidden_size)
     shared_width = _bytes_per_width(problem, batch, keeps_input=shape.keeps_input("shared_fc2"))
     return {
-        RecomputeModule.MOE: 12.0 * norm_tokens(problem, batch) * moe.num_experts
-        + inputs
-        + (width - narrow) * per_width,
+        RecomputeModule.MOE: 12.0 * norm_tokens(problem, batch) * moe.num_experts + inputs + gates,
         RecomputeModule.MOE_ACT: narrow * per_width * shape.keeps_input("expert_fc2"),
         RecomputeModule.SHARED_EXPERTS: shared_width
         * rank_tokens(problem, batch)
         * moe.shared_expert_ffn_size
         / batch.tp,
     }
+
+
+class Offloaded(NamedTuple):
+    """Bytes of a block and micro-batch that wait in host memory: shape (plans)."""
+
+    copied_bytes: Floats  # to the host in the forward pass, and back in the backward pass
+    freed_bytes: Floats  # on the device between them
+
+
+def offloaded(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, parts: Parts) -> Offloaded:
+    """Return what a block offloads of what its `parts` store.
+
+    The input of the attention's projection is its output, which the core stores, too, and which stays on the device
+    unless both are offloaded.
+    Source: Megatron-LM core/pipeline_parallel/fine_grained_activation_offload.py, core/transformer/attention.py; of
+    shares of the layers, Transformer Engine pytorch/cpu_offload.py, whose copies are spread over all layers.
+    """
+    none, problem = np.zeros(len(batch)), problem.attending(block)
+    if not (batch.offload_modules.any() or batch.offload_layers.any()):
+        return Offloaded(none, none)
+    share = np.array([word.share for word in OffloadLayers])[batch.offload_layers]
+    copied = freed = share * kept_bytes(problem, batch, parts)
+
+    def names(part: str) -> Bools:
+        return np.array([part in word.parts for word in OffloadModules])[batch.offload_modules]
+
+    if block in ATTENTION_BLOCKS:
+        model = problem.model
+        width = rank_tokens(problem, batch) * model.num_heads / batch.tp * model.attention_streams
+        output = problem.training.element_bytes * width * model.v_head_dim
+        inputs = parts.get(RecomputeModule.MLA_UP_PROJ, none) if model.mla else _qkv_bytes(problem, batch)
+        copied = copied + names("core_attn") * (inputs + output)
+        freed = freed + names("core_attn") * inputs + names("attn_proj") * output
+    elif block is Block.MOE:
+        inputs, gates = _routed_bytes(problem, batch, shape)
+        experts = names("expert_fc1") * inputs + names("moe_act") * gates
+        copied, freed = copied + experts, freed + experts
+    return Offloaded(copied, freed)
 
 
 def whole_bytes(parts: Parts) -> Floats:
@@ -400,3 +435,24 @@ def _module_s(
         moved = problem.framework.kernels.kernel_bytes_factor * _bytes_per_width(problem, batch, is_checkpointed=True)
         return memory_bound_s(problem, (moved + STORED_CAST_BYTES * batch.fp8_activation_input) * width)
     return add_up(time for name, time in kernels.matrix_forward_s.items() if name in LINEARS_OF[module])
+
+
+def _routed_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
+    """Return (bytes of the inputs of experts, of their gates and ups) that a rank stores per micro-batch."""
+    moe = problem.model.moe
+    assert moe is not None
+    routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
+    is_checkpointed = batch.repeats(RecomputeModule.MOE_ACT)
+    gates = _bytes_per_width(problem, batch, keeps_input=False, is_checkpointed=is_checkpointed)
+    inputs = (
+        input_bytes(problem, batch) * shape.keeps_input("expert_fc1") * (moe.latent_size or problem.model.hidden_size)
+    )
+    return routed * inputs, routed * gates * moe.expert_ffn_size / batch.etp
+
+
+def _qkv_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes of queries, keys and values of a rank per micro-batch, without latent attention."""
+    model = problem.model
+    heads, kv_heads = model.num_heads / batch.tp, model.kv_heads / np.minimum(batch.tp, model.kv_heads)
+    width = heads * model.qk_head_dim + kv_heads * (model.qk_head_dim + model.v_head_dim)
+    return problem.training.element_bytes * rank_tokens(problem, batch) * width * model.attention_streams

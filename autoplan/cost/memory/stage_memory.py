@@ -14,7 +14,14 @@ from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
 from autoplan.cost.kernels.sizes import head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
-from autoplan.cost.memory.activations import activation_bytes, block_bytes, layer_parts, logit_bytes, stored_bytes
+from autoplan.cost.memory.activations import (
+    activation_bytes,
+    block_bytes,
+    layer_parts,
+    logit_bytes,
+    offloaded_blocks,
+    stored_bytes,
+)
 from autoplan.cost.memory.allocator_cache import cached_bytes
 from autoplan.cost.memory.fsdp2_peaks import Snapshots, at_peak, pass_terms, stage_terms, with_gathered
 from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
@@ -187,6 +194,19 @@ def _snapshots(
     return with_gathered(snapshots, frozen_copies(problem, batch, blocks, parameters, groups))
 
 
+def _offloaded_bytes(
+    problem: Problem, batch: PlanBatch, blocks: StageBlocks, parts: dict[Block, Parts], per_block: dict[Block, Floats]
+) -> tuple[Floats, Floats]:
+    """Return (activations in host memory: (plans, stages), those of one layer, which are on their way: (plans))."""
+    if not (batch.offload_modules.any() or batch.offload_layers.any()):
+        return blocks.zeros(), np.zeros(len(batch))
+    freed = {block: own.freed_bytes for block, own in offloaded_blocks(problem, batch, parts).items()}
+    whole = {block: size + freed.get(block, 0.0) for block, size in per_block.items()}
+    stay, all_of_them = (activation_bytes(problem, batch, blocks, sizes) for sizes in (per_block, whole))
+    layers = (add_up(freed[block] for block in layer) for layer in problem.model.layer_kinds)
+    return all_of_them - stay, np.max([*layers], axis=0)
+
+
 def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parameters: StageParameters) -> StageMemory:
     """Peak memory of every pipeline rank: states plus the needs of the passes or of the optimizer step."""
     problem = problem.at_longest
@@ -200,7 +220,8 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     per_block = block_bytes(problem, batch, parts)
     repeat = _recomputed_bytes(problem, batch, parts)
     logits = blocks.at_last(_head_bytes(problem, batch))
-    transients = transient_bytes(problem, batch, blocks, repeat)
+    on_host, in_transit = _offloaded_bytes(problem, batch, blocks, parts, per_block)
+    transients = transient_bytes(problem, batch, blocks, repeat) + in_transit[:, None]
     # The backward pass of the head ends before that of the last layer begins, so the larger of the two counts.
     terms = {
         "weights": weights,
@@ -244,6 +265,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         pass_spare_bytes=(1.0 - CACHED_SHARE) * cached,
         step_spare_bytes=spare,
         update_bytes=update,
+        offloaded_bytes=on_host,
         snapshots=snapshots,
     )
 
@@ -263,6 +285,7 @@ class StageMemory:
     pass_spare_bytes: Floats
     step_spare_bytes: Floats
     update_bytes: Floats  # alive only during the optimizer step
+    offloaded_bytes: Floats  # activations in host memory
     snapshots: Snapshots  # empty if snapshots are not modelled for the framework
 
     def logged_bytes(self, problem: Problem) -> Floats:
@@ -292,12 +315,13 @@ def peaks(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     return logged, reserved
 
 
-def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) -> Floats:
+def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, activations: Floats) -> Floats:
     """Largest host memory of any node: shape (plans).
 
-    Processes, an offloaded optimizer with the gradients that it reads, offloaded weights, and the copy of weights and
-    optimizer that a checkpoint stages in host memory, where every replica of a parameter saves a part (Megatron-LM
-    core/optimizer/cpu_offloading/hybrid_optimizer.py, core/dist_checkpointing/strategies/ filesystem_async.py).
+    Processes, offloaded `activations` of shape (plans, stages), an offloaded optimizer with the gradients that it
+    reads, offloaded weights, and the copy of weights and optimizer that a checkpoint stages in host memory, where every
+    replica of a parameter saves a part (Megatron-LM core/optimizer/cpu_offloading/hybrid_optimizer.py,
+    core/dist_checkpointing/strategies/ filesystem_async.py).
     """
     groups = process_groups(batch)
     per_state = optimizer_bytes(problem, batch)[:, None] + grad_bytes(problem, batch)[:, None]
@@ -306,7 +330,7 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters) 
     offloaded = offloaded + weights * parameters_on_host(batch)[:, None]
     staged = _saved_bytes(problem, batch, parameters, groups)
     devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)
-    return devices * (HOST_PROCESS_BYTES + (offloaded + staged).max(axis=1))
+    return devices * (HOST_PROCESS_BYTES + (activations + offloaded + staged).max(axis=1))
 
 
 def checkpoint_bytes(problem: Problem, plan: ParallelPlan) -> float:

@@ -82,9 +82,8 @@ def _oom_z(layout: PartLayout) -> Floats:
     """Return `oom_z` of every row's stages on the part, for device or host memory."""
     own, laid = layout.problem, layout.laid
     parameters = laid.parameters if layout.on_part is None else laid.parameters.of(layout.on_part)
-    return oom_z(
-        own, layout.only_on_part(laid.memory.reserved_bytes).max(axis=1), host_bytes(own, laid.batch, parameters)
-    )
+    reserved, offloaded = map(layout.only_on_part, (laid.memory.reserved_bytes, laid.memory.offloaded_bytes))
+    return oom_z(own, reserved.max(axis=1), host_bytes(own, laid.batch, parameters, offloaded))
 
 
 def _layer_s(layout: PartLayout) -> Floats:

@@ -18,7 +18,7 @@ from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.frameworks.megatron_lm.training_options import FUSED_LOSS_BYTES
-from autoplan.spec.enums import NARROW_PRECISIONS, CudaGraphs, GradType, MainWeights, MomentType
+from autoplan.spec.enums import NARROW_PRECISIONS, CudaGraphs, GradType, MainWeights, MomentType, OffloadLayers
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -175,6 +175,8 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
     table["model.cross_entropy_loss_fusion"] = fused
     if fused:
         table["model.cross_entropy_fusion_impl"] = "te"
+    if plan.offload_layers != OffloadLayers.NONE:
+        table |= {"model.cpu_offloading": True, "model.cpu_offloading_weights": False}
     table |= {"checkpoint.save": None, "checkpoint.load": None}
     return table
 

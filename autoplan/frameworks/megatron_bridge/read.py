@@ -39,6 +39,7 @@ _COMMON = {
     "grad_reduce_in_bf16": True,  # perf_recipes/_common.py
     "fp8_param_gather": True,  # mixed_precision.py
     "fp4_param_gather": True,
+    "cpu_offloading": False,
 }
 # Settings of model providers and recipes.
 _PROVIDERS = {"apply_rope_fusion": False}

@@ -38,7 +38,15 @@ from autoplan.frameworks.megatron_lm.table import (
     valued,
 )
 from autoplan.frameworks.megatron_lm.training_options import DATA, PRECISION, TRAINING
-from autoplan.spec.enums import ContextParallelKind, CudaGraphs, Dispatcher, RankOrder, RecomputeModule
+from autoplan.spec.enums import (
+    ContextParallelKind,
+    CudaGraphs,
+    Dispatcher,
+    OffloadLayers,
+    OffloadModules,
+    RankOrder,
+    RecomputeModule,
+)
 from autoplan.spec.plan_file import PlanFile
 
 # -- the plan ---------------------------------------------------------------------------------------------------------
@@ -105,6 +113,45 @@ def _read_recompute(reading: Reading) -> Fields:
     elif kind not in (None, "None", "none"):
         raise InputError(f"{arguments.name('recompute_granularity')} {kind[:30]!r} is neither full nor selective")
     return {}
+
+
+def _write_offload_modules(file: PlanFile) -> dict[str, Value]:
+    parts = [*filter(None, file.best.plan.offload_modules.split("+"))]
+    is_on = file.best.plan.offload_modules != OffloadModules.NONE
+    return {"fine_grained_activation_offloading": True, "offload_modules": parts} if is_on else {}
+
+
+def _read_offload_modules(reading: Reading) -> Fields:
+    arguments = reading.arguments
+    is_on = arguments.flag("fine_grained_activation_offloading")
+    named = frozenset(arguments.words("offload_modules"))
+    if not is_on:
+        return {}
+    # As many of the parts as are priced.
+    priced = max((word for word in OffloadModules if word.parts <= named), key=lambda word: len(word.parts))
+    if named - priced.parts:
+        arguments.remark("offload_modules", f"priced without {', '.join(sorted(named - priced.parts))[:60]}")
+    return {"offload_modules": priced}
+
+
+def _write_offload_layers(file: PlanFile) -> dict[str, Value]:
+    share = file.best.plan.offload_layers.share
+    return {"cpu_offloading_num_layers": round(share * file.model.num_layers)} if share else {}
+
+
+def _read_offload_layers(reading: Reading) -> Fields:
+    """Read the number of layers; Megatron-Bridge has a switch besides it, which Megatron-LM derives."""
+    arguments, model, key = reading.arguments, reading.model, "cpu_offloading_num_layers"
+    number, is_on = arguments.count(key, 0, least=0), arguments.flag("cpu_offloading", True)
+    if arguments.flag("cpu_offloading_weights"):
+        arguments.remark("cpu_offloading_weights", "weights are priced on the device")
+    if not (number and is_on and arguments.flag("cpu_offloading_activations", True) and model):
+        return {}
+    share = number / model.num_layers
+    nearest = OffloadLayers.nearest(share)
+    if nearest.share != share:
+        arguments.remark(key, f"priced as {nearest} of the layers")
+    return {"offload_layers": nearest}
 
 
 # Expert buffers are sized before the token counts are known, by the factors in NVIDIA's recipes (Megatron-Bridge
@@ -293,6 +340,12 @@ PLAN: tuple[Line, ...] = (
                         *switches("recompute_activations"))),
     ),
     OFFLOAD,
+    (
+        Special("fine_grained_activation_offloading", _write_offload_modules, _read_offload_modules, is_switch=True,
+                companions=valued("offload_modules")),
+        Special("cpu_offloading_num_layers", _write_offload_layers, _read_offload_layers,
+                companions=switches("cpu_offloading", "cpu_offloading_activations", "cpu_offloading_weights")),
+    ),
     STATES,
 )
 # fmt: on
@@ -309,8 +362,10 @@ UNWRITTEN: Line = (
     Assumed("bias_swiglu_fusion", (True,), "priced with a fused activation"),
     Assumed("empty_unused_memory_level", (0,), "giving cached memory back is not priced"),
     Assumed("nccl_ub", (False,), "registered communication buffers are not priced", names=DDP),
-    Assumed("fine_grained_activation_offloading", (False,), "activations on the host are not priced"),
-    Assumed("cpu_offloading_num_layers", (0,), "activations on the host are not priced"),
+    Assumed("activation_offload_fraction", (1.0,), "priced as all of the parts on the host"),
+    Assumed("delta_offload_bytes_across_pp_ranks", (0,), "priced with the same parts of every stage on the host"),
+    *(Assumed(key) for key in ("min_offloaded_tensor_size", "fine_grained_offloading_max_inflight_offloads",
+                               "delay_offload_until_cuda_graph")),
     Assumed("delay_wgrad_compute", (False,), "the delay of weight gradients is not priced"),
     Constant("train_iters", names=TRAIN),
     Constant("norm_epsilon", names={BRIDGE: "model.layernorm_epsilon"}),

@@ -26,6 +26,8 @@ from autoplan.spec.enums import (
     MainWeights,
     MomentType,
     Offload,
+    OffloadLayers,
+    OffloadModules,
     Precision,
     RankOrder,
     RecomputeModule,
@@ -162,6 +164,37 @@ def _modules_exist(workload: Workload, batch: PlanBatch) -> Bools:
     return batch.recompute_modules & missing == 0
 
 
+def missing_from_offload(model: ModelSpec) -> frozenset[str]:
+    """Return the parts of a layer that offloading may name but the model does not have."""
+    return frozenset() if model.moe else frozenset(("expert_fc1", "moe_act"))
+
+
+def _names(part: str, batch: PlanBatch) -> Bools:
+    return np.array([part in word.parts for word in OffloadModules])[batch.offload_modules]
+
+
+def _offloaded_modules(workload: Workload, batch: PlanBatch) -> Bools:
+    missing = missing_from_offload(workload.model)
+    exist = np.array([not word.parts & missing for word in OffloadModules])[batch.offload_modules]
+    is_graphed = np.isin(batch.cuda_graphs, (CudaGraphs.ROUTER.code, CudaGraphs.FULL_ITERATION.code))
+    return exist & ((batch.offload_modules == 0) | ~is_graphed)
+
+
+def _offloaded_parts_are_stored(workload: Workload, batch: PlanBatch) -> Bools:
+    """Return which plans do not recompute the parts whose inputs they offload."""
+    experts = _names("expert_fc1", batch) | _names("moe_act", batch)
+    repeats_inputs = (_names("core_attn", batch) & batch.repeats(RecomputeModule.MLA_UP_PROJ)) | (
+        experts & batch.repeats(RecomputeModule.MOE)
+    )
+    return ~repeats_inputs & ((batch.offload_modules == 0) | (batch.recompute != FULL))
+
+
+def _offloaded_layers(workload: Workload, batch: PlanBatch) -> Bools:
+    divides = np.array([workload.model.num_layers * word.share % 1 == 0 for word in OffloadLayers])
+    alone = (batch.pp == 1) & (batch.cuda_graphs == CudaGraphs.NONE.code) & (batch.offload_modules == 0)
+    return (batch.offload_layers == 0) | (divides[batch.offload_layers] & alone)
+
+
 # -- what each rule says ----------------------------------------------------------------------------------------------
 
 
@@ -226,15 +259,8 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 # Options that few other frameworks have.
 EXTRAS = (
     *("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype"),
-    *(
-        "fp8_scaling",
-        "fp8_attention",
-        "fp8_activation_input",
-        "token_dropping",
-        "dropout",
-        "router_fusion",
-        "rope_fusion",
-    ),
+    *("fp8_scaling", "fp8_attention", "fp8_activation_input", "token_dropping", "dropout", "router_fusion"),
+    *("rope_fusion", "offload_modules", "offload_layers"),
 )
 
 # For every schedule; Primus runs additional schedules on the same code (`primus`).
@@ -409,6 +435,35 @@ COMMON: tuple[Rule, ...] = (
             f"{s.model.name} has no {' and no '.join(sorted(missing_modules(s.model) & set(p.recompute_modules)))} to "
             "recompute: leave it out of recompute_modules"
         ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:2127",
+        holds=_offloaded_modules,
+        text=lambda s, p: (
+            f"offload_modules {p.offload_modules} needs these parts in the model, and cuda_graphs none, attn or layer, "
+            f"it is {p.cuda_graphs}: leave offload_modules out"
+        ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:2165",
+        holds=_offloaded_parts_are_stored,
+        text=lambda s, p: (
+            f"offload_modules {p.offload_modules} with parts that are recomputed, recompute is {p.recompute!r}: leave "
+            "one of them out"
+        ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:1884",
+        holds=_offloaded_layers,
+        text=lambda s, p: (
+            f"offload_layers {p.offload_layers} needs pp 1, no CUDA graphs, no offload_modules and a share of the "
+            f"{s.model.num_layers} layers without remainder: leave offload_layers out"
+        ),
+    ),
+    Rule(
+        source=f"{_CONFIG}:1896",
+        holds=lambda s, b: (b.offload_layers == 0) | (b.recompute == 0),
+        text=lambda s, p: f"offload_layers {p.offload_layers} needs recompute none, it is {p.recompute}",
     ),
     Rule(
         source=f"{_CONFIG}:2820",

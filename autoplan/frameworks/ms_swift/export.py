@@ -19,7 +19,18 @@ from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import Part, arguments_of
 from autoplan.frameworks.megatron_lm.training_options import FUSED_LOSS_BYTES
 from autoplan.frameworks.ms_swift.options import BATCHINGS, MEGATRON_NAMES, NOT_ITS, WRITTEN_NAMES
-from autoplan.spec.enums import CodedEnum, CudaGraphs, Dispatcher, GradType, Offload, Precision, RankOrder, Sharding
+from autoplan.spec.enums import (
+    CodedEnum,
+    CudaGraphs,
+    Dispatcher,
+    GradType,
+    Offload,
+    OffloadLayers,
+    OffloadModules,
+    Precision,
+    RankOrder,
+    Sharding,
+)
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching
 from autoplan.spec.model import ModelSpec
@@ -146,6 +157,8 @@ LIMITS = (
     _only("dispatcher", Dispatcher.ALL_TO_ALL, Dispatcher.DEEPEP),
     _only("rank_order", RankOrder.DP_BEFORE_PP),
     _only("offload", Offload.NONE),
+    _only("offload_modules", OffloadModules.NONE),
+    _only("offload_layers", OffloadLayers.NONE),
     *(
         only(axis, False, why="export for megatron-lm or megatron-bridge, or plan without it", source=_ARGUMENTS)
         for axis in ("router_fusion", "ep_overlap", "fp8_attention", "dropout")

@@ -103,6 +103,11 @@ RULES: tuple[Rule, ...] = (
         holds=lambda s, b: ~is_split(b) | (b.recompute == Recompute.NONE.code),
         text=lambda s, p: f"schedule {p.schedule!r} with recompute {p.recompute!r} frees no memory: use none",
     ),
+    Rule(
+        source=f"{_LAUNCHER}:63",
+        holds=lambda s, b: ~is_split(b) | (b.offload_modules == 0),
+        text=lambda s, p: f"schedule {p.schedule!r} with offload_modules {p.offload_modules} is not priced: use none",
+    ),
 )
 
 BOOK = Rulebook(

@@ -27,7 +27,17 @@ from autoplan.frameworks.verl.options import (
     TRANSFORMER,
     place_of,
 )
-from autoplan.spec.enums import CudaGraphs, GradType, MainWeights, MomentType, Offload, Precision, Sharding
+from autoplan.spec.enums import (
+    CudaGraphs,
+    GradType,
+    MainWeights,
+    MomentType,
+    Offload,
+    OffloadLayers,
+    OffloadModules,
+    Precision,
+    Sharding,
+)
 from autoplan.spec.plan_file import PlanFile
 
 NAME = "verl"
@@ -125,6 +135,8 @@ LIMITS = (
     only("sharding", Sharding.NONE, Sharding.ZERO1, why="use none or zero1", source=_ENGINE),
     only("cuda_graphs", CudaGraphs.NONE, why="its micro-batches have unlike shapes", source=_ENGINE),
     only("offload", Offload.NONE, Offload.OPTIMIZER, why="use optimizer", source=_ENGINE),
+    only("offload_modules", OffloadModules.NONE, why="leave it out", source=_ENGINE),
+    only("offload_layers", OffloadLayers.NONE, why="leave it out", source=_ENGINE),
     # The data type of main weights in the precision-aware optimizer is fixed (utils/megatron/optimizer.py:185).
     only("main_weights", MainWeights.FP32, MainWeights.REMAINDERS, why="use fp32", source=_ENGINE),
     only("moment_dtype", MomentType.FP32, MomentType.BF16, why="use bf16", source="workers/config/optimizer.py"),

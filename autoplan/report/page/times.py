@@ -20,7 +20,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "compute": ("computing", ("gemm", "attention", "memory_bound", "recompute", "reference", "head")),
     "traffic": (
         "communication that shows",
-        ("tp_communication", "cp_communication", "ep_communication", "fsdp_communication"),
+        ("tp_communication", "cp_communication", "ep_communication", "fsdp_communication", "activation_offload"),
     ),
     "wait": ("waiting in the pipeline", ("pipeline_bubble", "pipeline_send")),
     "end": ("end of the step", UPDATE_TERMS),
