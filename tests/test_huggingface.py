@@ -430,7 +430,7 @@ ROUNDED: list[tuple[str, dict[str, Any]]] = [
 # kimi_k2 has the keys and the classes of deepseek_v3 and no class of its own; text models of vision-language ones have
 # no class that heads them for causal language modelling alone.
 NOT_BUILT = {
-    *("fsmt", "m2m_100", "mt5", "t5", "t5gemma", "umt5", "whisper", "led", "longt5", "pegasus_x"),
+    *("fsmt", "m2m_100", "mt5", "t5", "t5gemma", "umt5", "whisper", "led", "longt5", "pegasus_x", "mimo"),
     *(
         "switch_transformers",
         "nllb-moe",
@@ -508,7 +508,11 @@ def test_refusals_name_the_part_that_is_not_covered() -> None:
     for kind, part in (("dory", "scales"), ("funnel", "shorten the sequence"), ("zamba2", "share their weights")):
         with pytest.raises(InputError, match=f"{kind}.*{part}.*not covered"):
             read_huggingface({"model_type": kind, "hidden_size": 64}, "model")
-    for kind, part in (("udop", "relative attention bias"), ("new", "cross attention")):
+    for kind, part in (
+        ("udop", "relative attention bias"),
+        ("prophetnet", "predicts ahead"),
+        ("new", "cross attention"),
+    ):
         with pytest.raises(InputError, match=f"{kind} has .*{part}.*not covered"):
             read_huggingface({"model_type": kind, "is_encoder_decoder": True}, "model")
 
@@ -557,6 +561,15 @@ def test_an_encoder_has_sizes_that_differ_from_the_decoder(transformers: Any, ki
     encoder = read_huggingface(table, "config.json").encoder
     assert encoder is not None
     assert (encoder.layers.num_layers, encoder.layers.num_heads, encoder.layers.ffn_size) == (4, 8, 512)
+
+
+def test_mimo_is_qwen_2_with_a_prediction_layer() -> None:
+    sizes = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 36, "vocab_size": 151680}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_nextn_predict_layers": 1}
+    spec = read_huggingface({"model_type": "mimo", **sizes, **heads}, "config.json")
+    layer = 2 * 4096 * 4096 + 4096 + 2 * (4096 + 1) * 1024 + 3 * 4096 * 11008 + 2 * 4096
+    assert count_parameters(spec) == 36 * layer + 2 * 151680 * 4096 + 4096
+    assert spec.num_mtp_layers == 1
 
 
 def test_nomic_files_of_both_spellings_are_read_alike() -> None:
