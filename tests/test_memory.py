@@ -23,6 +23,7 @@ from autoplan.readers.cluster import load_cluster
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.estimate import VERDICTS, CostEstimate, StageCost
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -151,6 +152,21 @@ def test_narrow_gemms_keep_quantised_copies_of_their_weights(cluster: str, preci
         (wide,), (narrow,) = (stages_of(problem, precision=kind, **plan) for kind in ("bf16", precision))
         added = narrow.memory_terms_bytes["weights"] - wide.memory_terms_bytes["weights"]
         assert added == pytest.approx(kept * 2 * LAYER)
+
+
+@pytest.mark.parametrize(("cluster", "copies"), [("h100-sxm", 1), ("b200", 0)])
+def test_frozen_weights_of_8_bits_alone_may_have_no_transposed_copy(cluster: str, copies: int) -> None:
+    lora = FineTuning(rank=4, targets=("all-linear",))
+    training = TrainingSpec(seq_len=TOKENS, precision="fp8", finetuning=lora)
+    held = []
+    for keeps in (True, False):
+        framework = BARE.changed(keeps_frozen_transposes=keeps)
+        problem = dataclasses.replace(
+            problem_of(framework=framework), training=training, cluster=load_cluster(f"{cluster}:1x8")
+        )
+        (stage,) = stages_of(problem, dp_shard=4, sharding="zero1", precision="fp8", narrow_params=True)
+        held.append(stage.memory_terms_bytes["weights"])
+    assert held[0] - held[1] == pytest.approx(copies * 2 * LAYER)
 
 
 def test_an_offloaded_optimizer_takes_no_device_memory() -> None:
@@ -500,6 +516,11 @@ def test_a_framework_that_keeps_what_it_sends_keeps_it_for_every_chunk_in_flight
         for size in (2.0, 0.0)
     )
     assert np.subtract(kept, freed) == pytest.approx([2 * TOKENS * 64 * chunk for chunk in chunks])
+
+
+def test_attention_in_8_bits_stores_what_it_has_quantised() -> None:
+    (wide,), (narrow,) = (activations(fp8_attention=narrow) for narrow in (False, True))
+    assert wide - narrow == 2 * TOKENS * 16 * (2 * 4 + 2 * 2)  # queries, keys, values and output of two layers
 
 
 @pytest.mark.parametrize(("kv_heads", "again"), [(4, 2 * 2 * 64), (2, 0)])

@@ -595,6 +595,14 @@ def test_a_variant_of_a_device_has_the_memory_that_the_row_says(tmp_path: Path) 
     assert small.problem.capacity_bytes == pytest.approx(large.problem.capacity_bytes / 2)
 
 
+def test_gpus_of_an_nvlink_domain_are_not_those_of_a_node(tmp_path: Path) -> None:
+    row = LLAMA | {"gpu": "gb200", "gpu_memory_gib": "192", "num_gpus": "144", "dp": ""}
+    for per_node in ("4", "72"):
+        (run,) = runs_of(tmp_path, row | {"gpus_per_node": per_node})
+        assert run.problem is not None, run.refusal
+        assert run.problem.cluster.devices_per_node == 4
+
+
 def test_a_node_of_eight_v100_is_a_cube_mesh_of_which_a_pair_has_a_sixth(tmp_path: Path) -> None:
     row = LLAMA | {"gpu": "v100", "gpu_memory_gib": "32", "intra_node_gbytes_per_s": "150", "precision": "fp16"}
     pair = row | {"id": "2", "num_gpus": "2", "tp": "2", "cp": "1", "pp": "1", "vp": "", "dp": "1"}

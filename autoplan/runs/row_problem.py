@@ -228,6 +228,8 @@ def _cluster(row: Row) -> ClusterSpec:
     num_gpus = row.degree("num_gpus")
     per_node = row.degree("gpus_per_node", load_cluster(name).devices_per_node)
     name = next((listed for listed in clusters if load_cluster(listed).devices_per_node == per_node), name)
+    if per_node == load_cluster(name).levels[-1].num_devices:  # an NVLink domain of several nodes, which share no host
+        per_node = load_cluster(name).devices_per_node
     per_node = min(per_node, num_gpus)
     cluster = _with_links(row, _sized_cluster(name, math.ceil(num_gpus / per_node), per_node), load_cluster(name))
     return cluster if share == 1.0 else _with_memory(cluster, share)

@@ -49,6 +49,8 @@ class Memory:
     # Dense layers keep their inputs and the outputs of products, and repeat all between them (jax.checkpoint by name).
     keeps_products_alone: bool = False
     keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
+    # Frozen weights stored in 8 bits alone keep transposed copies for the data gradients; else every pass makes them.
+    keeps_frozen_transposes: bool = True
     dummy_wgrad_buffers: bool = False  # one persistent bf16 buffer per distinct weight shape (Transformer Engine)
     # The optimizer's step, when no activations live:
     bytes_per_update_copy: float = 0.0  # fp32 gradients and Adam's temporaries, per parameter that the rank updates

@@ -225,13 +225,15 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     parts: Parts = {}
     if mla := model.mla:
         latents = element * (2.0 * (mla.q_lora_rank or 0) + 2.0 * mla.kv_lora_rank + mla.qk_rope_head_dim)
-        expanded = element * (2.0 * model.qk_head_dim + mla.qk_nope_head_dim + mla.v_head_dim)
+        expanded = _attention_bytes(problem, batch) * (2.0 * model.qk_head_dim + mla.v_head_dim)
+        expanded = expanded + element * mla.qk_nope_head_dim * ~batch.fp8_attention  # values are a view beside them
         parts[RecomputeModule.MLA_UP_PROJ] = tokens * expanded * heads
         always_kept = tokens * (latents + _output_bytes(problem, batch, shape) * mla.v_head_dim * heads)
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
         always_kept = (
-            element * (heads * model.qk_head_dim + keys_per_query * kv_heads * (model.qk_head_dim + model.v_head_dim))
+            _attention_bytes(problem, batch)
+            * (heads * model.qk_head_dim + keys_per_query * kv_heads * (model.qk_head_dim + model.v_head_dim))
             + _output_bytes(problem, batch, shape) * heads * model.v_head_dim
         ) * tokens
         if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
@@ -256,12 +258,21 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     return {module: size * model.attention_streams for module, size in parts.items()}
 
 
+def _attention_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes per element of queries, keys, values and output as attention stores them.
+
+    Attention in 8 bits stores what it has quantised (Transformer Engine pytorch/attention/dot_product_attention/
+    backends.py, FusedAttnFunc).
+    """
+    return np.where(batch.fp8_attention, NARROW_BYTES["fp8"], problem.training.element_bytes)
+
+
 def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
     """Bytes per element of the attention output: the kernel stores it, and a quantised GEMM after it stores a copy."""
-    copy, element = input_bytes(problem, batch), problem.training.element_bytes
+    copy, stored = input_bytes(problem, batch), _attention_bytes(problem, batch)
     if not shape.keeps_input("out"):
-        return np.full(len(batch), element)
-    return element + np.where(copy < element, copy, 0.0)
+        return stored
+    return stored + np.where(copy < problem.training.element_bytes, copy, 0.0)
 
 
 def _bytes_per_width(

@@ -94,7 +94,7 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
     Hopper multiplies 8-bit matrices in one layout only, and block scales run along one dimension, so the data gradient
     needs its own copy; on Blackwell one 8-bit copy with one scale serves both (Transformer Engine module/base.py
     get_weight_workspace).  Copies of weights that are gathered for every pass are not kept.  If the quantised copies
-    are the only weights, the bytes of 16-bit weights are subtracted.
+    are the only weights, the bytes of 16-bit weights are subtracted, and frozen ones may have no second copy.
     """
     if not problem.framework.memory.keeps_narrow_copies:
         return np.zeros_like(parameters.dense)
@@ -103,4 +103,9 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
     per_weight = np.array([copies.get(precision, 0.0) for precision in Precision])[batch.precision]
     per_weight = per_weight - np.where(batch.narrow_params & (per_weight > 0.0), weight_bytes(problem, batch), 0.0)
     per_weight = np.where(batch.sharding >= Sharding.ZERO3.code, 0.0, per_weight)
-    return (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
+    narrow = (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
+    if parameters.only_trained is None or one_layout or problem.framework.memory.keeps_frozen_transposes:
+        return narrow
+    trained, is_alone = parameters.only_trained, batch.narrow_params & (batch.precision == Precision.FP8.code)
+    frozen = parameters.dense - parameters.ends + parameters.expert - (trained.dense - trained.ends + trained.expert)
+    return narrow - frozen * NARROW_BYTES["fp8"] * is_alone[:, None]
