@@ -31,7 +31,6 @@ from autoplan.search.space import Cell, Space
 from autoplan.search.structures import Pipelines, Structure, pipelines
 from autoplan.spec.axes import MAX_DEGREE, SEARCHED
 from autoplan.spec.enums import Schedule, Sharding
-from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch, even_chunks
 from autoplan.spec.problem import Problem
@@ -98,6 +97,7 @@ class MixedSpace:
     spaces: tuple[Space, ...]  # of every part alone
     global_batch: int
     has_one_tp: bool  # the same tensor-parallel degree on all stages
+    most_z: float  # how near to its memory capacity a device may be (`CostEstimates.oom_z`)
     _limits: dict[tuple[int, ...], Limits] = field(init=False, default_factory=dict, repr=False)
 
     def limits_of(self, parts: Sequence[int]) -> Limits:
@@ -376,7 +376,7 @@ class _PipelineBounds(Rows):
         )
         return replace(
             pipelines.take(np.tile(np.arange(len(alike)), len(counts))),
-            most_layers=_most_layers(problem, places, states, counts),
+            most_layers=_most_layers(space, places, states, counts),
             chunks=np.repeat(counts, len(alike)),
         )
 
@@ -505,15 +505,16 @@ def _transient_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return memory.reserved_factor * transient_bytes(problem, batch, blocks, np.zeros(len(batch)))[:, 0]
 
 
-def _most_layers(problem: MixedProblem, places: _Places, costs: dict[int, KindCosts], counts: Sequence[int]) -> Ints:
+def _most_layers(space: MixedSpace, places: _Places, costs: dict[int, KindCosts], counts: Sequence[int]) -> Ints:
     """Largest number of layers per stage, for each count of chunks: shape (counts x ways, stages)."""
+    problem, split = space.problem, space.spaces[0].limits.split
     num_layers, (ways, pp) = problem.model.num_layers, places.parts.shape
     microbatches = next(iter(costs.values())).batch.num_microbatches
     live = np.minimum(microbatches[:, None], np.arange(pp, 0, -1))
     fixed, states, passes = {}, {}, {}
     for part, cost in costs.items():
-        safe, memory = problem.as_if(part, frozenset((part,))).capacity_bytes, cost.memory
-        fixed[part] = safe * np.exp(RISKY_Z * problem.calibrations[part].memory_spread) - memory.fixed_bytes
+        safe, memory = problem.alone(part).capacity_bytes, cost.memory
+        fixed[part] = safe * np.exp(space.most_z * problem.calibrations[part].memory_spread) - memory.fixed_bytes
         stored = np.minimum(memory.stored_bytes[:, None], memory.kept_bytes)
         passes[part] = np.where(cost.batch.recompute_num_layers[:, None] > 0, stored, memory.kept_bytes)
         states[part] = memory.state_bytes
@@ -536,7 +537,7 @@ def _most_layers(problem: MixedProblem, places: _Places, costs: dict[int, KindCo
             alive_layers = alive[of_number[:, None], np.arange(pp), middle]
             needed = np.min([middle * state + alive_layers * kept for state, kept in of_sorts], axis=0)
             low, high = np.where(needed <= free, middle, low), np.where(needed <= free, high, middle - 1)
-        result.append(low)
+        result.append(np.minimum(low, split(problem.model, pp)) if split else low)
     return np.concatenate(result)
 
 

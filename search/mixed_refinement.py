@@ -14,6 +14,7 @@ from autoplan.base.arrays import Floats, Ints
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.pipeline.closed_forms import pipeline_s
+from autoplan.frameworks.registry import book_of
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
 from autoplan.search.structures import StageKind, Structure
 from autoplan.spec.axes import SEARCHED
@@ -47,10 +48,10 @@ class RefinedStructure:
     cost: MixedCost
 
 
-def _is_better(cost: MixedCost, best: MixedCost | None) -> bool:
+def _is_better(cost: MixedCost, best: MixedCost | None, most_z: float) -> bool:
     if best is None:
         return True
-    fits, best_fits = cost.oom_z <= RISKY_Z, best.oom_z <= RISKY_Z
+    fits, best_fits = cost.oom_z <= most_z, best.oom_z <= most_z
     if fits and best_fits:
         return cost.sequences_per_s > best.sequences_per_s
     return fits or (not best_fits and cost.oom_z < best.oom_z)
@@ -66,16 +67,23 @@ def accept_all(plans: Sequence[MixedPlan]) -> Sequence[bool]:
 
 
 class Refiner:
-    """Refines structures of one problem and batch to plans accepted by `accepts`, and counts priced plans."""
+    """Refines structures of one problem and batch to plans accepted by `accepts`, and counts priced plans.
+
+    Plans whose `oom_z` is at most `most_z` fit.
+    """
 
     problem: MixedProblem
     global_batch: int
     accepts: Accepts
+    most_z: float
     num_priced: int
 
-    def __init__(self, problem: MixedProblem, global_batch: int, accepts: Accepts = accept_all) -> None:
-        self.problem, self.global_batch, self.accepts = problem, global_batch, accepts
+    def __init__(
+        self, problem: MixedProblem, global_batch: int, accepts: Accepts = accept_all, most_z: float = RISKY_Z
+    ) -> None:
+        self.problem, self.global_batch, self.accepts, self.most_z = problem, global_batch, accepts, most_z
         self.num_priced = 0
+        self._cut = book_of(problem.framework).split
         # Cached by the work and memory of stages, as structures often differ only in their states.
         self._shared_out: dict[object, tuple[list[tuple[int, ...]], tuple[int, ...]] | None] = {}
         kinds = problem.model.layer_kinds
@@ -87,7 +95,7 @@ class Refiner:
             _Draft(
                 structure=structure,
                 plan=self._first_plan(structure),
-                most_layers=[np.full(len(kind.places), self.problem.model.num_layers) for kind in structure.kinds],
+                most_layers=[self._most_layers(len(kind.places)) for kind in structure.kinds],
             )
             for structure in structures
         ]
@@ -101,16 +109,30 @@ class Refiner:
             plans = [draft.plan for _, draft in open_ if draft.plan]
             better = []
             for (_, draft), cost in zip(open_, estimate_mixed(self.problem, plans), strict=True):
-                if cost.plan.global_batch == self.global_batch and _is_better(cost, draft.cost):
+                if cost.plan.global_batch == self.global_batch and _is_better(cost, draft.cost, self.most_z):
                     better.append((draft, cost))
                 draft.plan = self._next_plan(draft, cost)
             for (draft, cost), is_answer in zip(better, self.accepts([cost.plan for _, cost in better]), strict=True):
                 draft.cost = cost if is_answer else draft.cost
-        return ordered(RefinedStructure(structure=draft.structure, cost=draft.cost) for draft in drafts if draft.cost)
+        return self.ordered(
+            RefinedStructure(structure=draft.structure, cost=draft.cost) for draft in drafts if draft.cost
+        )
+
+    def ordered(self, refined: Iterable[RefinedStructure]) -> list[RefinedStructure]:
+        """Return structures in the order of their best plans."""
+        return sorted(refined, key=lambda structure: order_of(self.most_z, structure.cost))
+
+    def _first_layers(self, pp: int) -> tuple[int, ...]:
+        """Return the layers of every stage with which a refinement starts; a framework may have no others."""
+        model = self.problem.model
+        return self._cut(model, pp) if self._cut else even_chunks(model.num_layers, pp)
+
+    def _most_layers(self, pp: int) -> Ints:
+        return np.array(self._first_layers(pp)) if self._cut else np.full(pp, self.problem.model.num_layers)
 
     def _first_plan(self, structure: Structure) -> MixedPlan | None:
         """Draft even layers, and micro-batches by number of devices, which need not add up to the batch yet."""
-        layers = [even_chunks(self.problem.model.num_layers, len(kind.places)) for kind in structure.kinds]
+        layers = [self._first_layers(len(kind.places)) for kind in structure.kinds]
         if structure.common.sharding in _IN_STEP:
             return self._plan(structure, layers, split, None) if (split := self._in_step(structure)) else None
         devices = [sum(tp for _, tp in kind.places) for kind in structure.kinds]
@@ -168,7 +190,7 @@ class Refiner:
             for pipelines in draft.structure.kinds
         ]
         shares = self._shares(draft, cost, prices)
-        if shares is None and cost.oom_z > RISKY_Z:
+        if shares is None and cost.oom_z > self.most_z:
             for most_layers, price in zip(draft.most_layers, prices, strict=True):
                 self._tighten(most_layers, price)
         stages = [stage for price in prices for stage in price.stages]
@@ -235,7 +257,7 @@ class Refiner:
 
     def _allowed_bytes(self, stage: MixedStageCost) -> float:
         """Return the memory up to which a stage is safe."""
-        return stage.capacity_bytes * float(np.exp(RISKY_Z * self.problem.calibrations[stage.part].memory_spread))
+        return stage.capacity_bytes * float(np.exp(self.most_z * self.problem.calibrations[stage.part].memory_spread))
 
     def _tighten(self, most_layers: Ints, price: MixedKindCost) -> None:
         """Reduce layers on stages that do not fit; memory has a constant part, so no fitting number is skipped."""
@@ -248,7 +270,7 @@ class Refiner:
 
     def _shares(self, draft: _Draft, cost: MixedCost, prices: Sequence[MixedKindCost]) -> tuple[float, ...] | None:
         """Return shares of states with which all stages fit; None if even shares do, or no shares do."""
-        if draft.structure.common.sharding == "none" or len(prices) == 1 or cost.oom_z <= RISKY_Z:
+        if draft.structure.common.sharding == "none" or len(prices) == 1 or cost.oom_z <= self.most_z:
             return None
         state_shares = {_places_of(kind): kind.state_share for kind in cost.plan.kinds}
         max_shares = []
@@ -270,16 +292,11 @@ def _layers_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
     return np.array([layer_s[at, ends[at] : ends[at + 1]].sum() for at in range(len(layers))])
 
 
-def order_of(cost: MixedCost) -> tuple[float, float, int, int, str]:
+def order_of(most_z: float, cost: MixedCost) -> tuple[float, float, int, int, str]:
     """Sort key: plans that fit by their rate, then the others by their distance from fitting.
 
     Among equals, plans with fewer kinds of replicas and fewer options come first.
     """
     common = cost.plan.common
     options = sum(getattr(common, axis.name) != axis.default for axis in SEARCHED)
-    return max(cost.oom_z - RISKY_Z, 0.0), -cost.sequences_per_s, len(cost.plan.kinds), options, repr(cost.plan)
-
-
-def ordered(refined: Iterable[RefinedStructure]) -> list[RefinedStructure]:
-    """Return structures in the order of their best plans."""
-    return sorted(refined, key=lambda structure: order_of(structure.cost))
+    return max(cost.oom_z - most_z, 0.0), -cost.sequences_per_s, len(cost.plan.kinds), options, repr(cost.plan)

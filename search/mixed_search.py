@@ -10,6 +10,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -18,15 +19,16 @@ from autoplan.base.errors import InputError
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.step import straggler_share
 from autoplan.search.mixed_bounds import BISECTIONS, ROUNDING, Candidate, MixedSpace, Ways
-from autoplan.search.mixed_refinement import Accepts, RefinedStructure, Refiner, accept_all, order_of, ordered
+from autoplan.search.mixed_refinement import Accepts, RefinedStructure, Refiner, accept_all, order_of
 from autoplan.search.space import Space
 from autoplan.search.structures import MAX_STAGES, MIN_USED, Structure, groupings
 from autoplan.search.study import search
 from autoplan.spec.axes import COLUMNS, USUAL_SCHEDULES
-from autoplan.spec.estimate import RISKY_Z
+from autoplan.spec.estimate import OOM_Z, RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedResult
 from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import SearchResult
 
 FIRST_FORMS = 16  # forms per set of parts, refined with the axes with the smallest bound
 KEPT_FORMS = 4  # of these, whose other axes are tried
@@ -44,7 +46,7 @@ LIMITS = (
     f"of groups beside each other at least {MIN_JOINT} ways of each with the same axes, those that do most in the "
     "least time of all, and hold as many micro-batches as they would alone",
 )
-STARTED = "only what the framework can start: one tp and one layer layout on all parts"
+STARTED = "only what the framework can start"
 # Plan axes common to all replicas.
 _SHARED = (
     *("recompute_modules", "recompute_num_layers"),
@@ -61,23 +63,41 @@ def search_mixed(
     global_batch: int,
     space_of: Callable[[Problem], Space],
     accepts: Accepts | None = None,
+    *,
+    has_one_tp: bool = False,
 ) -> MixedResult:
     """Find the best plans, and a bound on how much faster any other plan may be.
 
-    `space_of` returns the plans of a single part; `accepts` says which plans with one tensor-parallel degree on all
-    stages the framework can start.
+    Plans that fit are ranked; if there are none, plans that may run out of memory, as on equal nodes.  `space_of`
+    returns the plans of a single part; `accepts` says which plans the framework can start, with `has_one_tp` of those
+    with one tensor-parallel degree on all stages.
     """
-    alone = [problem.as_if(part, frozenset((part,))) for part in range(len(problem.cluster.parts))]
+    alone = [problem.alone(part) for part in range(len(problem.cluster.parts))]
     spaces = tuple(_priced(space_of(own)) for own in alone)
-    space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, has_one_tp=accepts is not None)
+    results_alone = [
+        search(own, plans, margin=0.0) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)
+    ]
+    for most_z in (RISKY_Z, OOM_Z):
+        space = MixedSpace(
+            problem=problem,
+            spaces=spaces,
+            global_batch=global_batch,
+            has_one_tp=has_one_tp,
+            most_z=most_z,
+        )
+        if (result := _searched(space, results_alone, accepts)).ranked:
+            break
+    return result
+
+
+def _searched(space: MixedSpace, results_alone: Sequence[SearchResult | None], accepts: Accepts | None) -> MixedResult:
+    """Return the best plans that are as safe as the space asks for."""
+    problem, global_batch, most_z = space.problem, space.global_batch, space.most_z
 
     def is_answer(plans: Sequence[MixedPlan]) -> list[bool]:
         started = (accepts or accept_all)(plans)
         return [ok and lawful for ok, lawful in zip(started, space.admits(plans), strict=True)]
 
-    results_alone = [
-        search(own, plans, margin=0.0) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)
-    ]
     costs, rates, bounds = [], [], []
     for part, result in enumerate(results_alone):
         plans = [] if result is None else [*result.ranked[:KEPT_PLANS], *result.rivals]
@@ -90,12 +110,15 @@ def search_mixed(
         priced = zip(estimate_mixed(problem, written), is_answer(written), strict=True)
         costs += [cost for cost, is_lawful in priced if is_lawful]
 
-    refiner, candidates = Refiner(problem, global_batch, is_answer), candidates_of(space)
-    refined = _refined(space, refiner, candidates, min((cost.step_s for cost in costs if _fits(cost)), default=np.inf))
-    costs = sorted((*costs, *(candidate.cost for candidate in refined)), key=order_of)
+    refiner, candidates = Refiner(problem, global_batch, is_answer, most_z), candidates_of(space)
+    refined = _refined(
+        space, refiner, candidates, min((cost.step_s for cost in costs if cost.oom_z <= most_z), default=np.inf)
+    )
+    costs = sorted((*costs, *(candidate.cost for candidate in refined)), key=partial(order_of, most_z))
     best: dict[object, MixedCost] = {}  # by distribution of layers and micro-batches
-    for cost in filter(_fits, costs):
-        best.setdefault(cost.plan.kinds, cost)
+    for cost in costs:
+        if cost.oom_z <= most_z:
+            best.setdefault(cost.plan.kinds, cost)
     ranked = tuple(best.values())[:KEPT_PLANS]
     best_s = ranked[0].step_s if ranked else np.inf
     faster = [candidate for of_parts in candidates.values() for candidate in of_parts if candidate.least_s < best_s]
@@ -116,10 +139,6 @@ def _priced(space: Space) -> Space:
     if not schedules:
         raise InputError(f"a mixed cluster has the schedules {' and '.join(USUAL_SCHEDULES)} only: leave others out")
     return replace(space, limits=space.limits.where(schedule=schedules))
-
-
-def _fits(cost: MixedCost) -> bool:
-    return cost.oom_z <= RISKY_Z
 
 
 def candidates_of(space: MixedSpace) -> dict[tuple[frozenset[int], bool], list[Candidate]]:
@@ -247,7 +266,7 @@ def _refined(
         structures = [space.structure(candidates[0]) for candidates in itertools.islice(forms.values(), FIRST_FORMS)]
         improved, tried = refiner.refine(structures), set(structures)
         for better in (_other_micro_batches, _other_axes, _other_chunks, _other_chunks):
-            best_s = min([best_s, *(found.cost.step_s for found in improved if _fits(found.cost))])
+            best_s = min([best_s, *(found.cost.step_s for found in improved if found.cost.oom_z <= space.most_z)])
             forms = {form: [way for way in alike if way.least_s < best_s] for form, alike in forms.items()}
             best: dict[object, Structure] = {}
             for found in improved:
@@ -255,9 +274,9 @@ def _refined(
             kept = itertools.islice(best.values(), KEPT_FORMS)
             neighbours = dict.fromkeys(other for structure in kept for other in better(space, forms, structure))
             structures = [structure for structure in neighbours if structure not in tried]
-            improved, tried = ordered((*improved, *refiner.refine(structures))), tried.union(structures)
+            improved, tried = refiner.ordered((*improved, *refiner.refine(structures))), tried.union(structures)
         refined += improved
-    return ordered(refined)
+    return refiner.ordered(refined)
 
 
 def _form(structure: Structure) -> object:

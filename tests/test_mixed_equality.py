@@ -19,10 +19,12 @@ from autoplan.frameworks.common.rules import legal
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.mixed_problem import MixedPlan, as_parallel
+from autoplan.spec.model import Encoder
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.topology.mixed_cluster import MixedCluster
-from mixed_cases import as_mixed
+from mixed_cases import SMALL, as_mixed
+from test_measured_times import TABLE
 from test_mixed_stages import same
 
 CASES = [
@@ -56,7 +58,21 @@ def some_plans(problem: Problem) -> PlanBatch:
 def test_every_plan_of_one_part_costs_what_the_estimate_says(
     model: str, cluster: str, framework: str, options: dict[str, Any]
 ) -> None:
-    problem = make_problem(model, cluster=cluster, framework=framework, **{"seq_len": 4096} | options)
+    check_plans_of_one_part(make_problem(model, cluster=cluster, framework=framework, **{"seq_len": 4096} | options))
+
+
+def test_encoders_and_measured_times_are_priced_as_on_equal_nodes() -> None:
+    problem = make_problem("llama3-8b", cluster="h100-sxm:2x8", seq_len=4096)
+    images = replace(SMALL, name="images", bidirectional=True, vocab_size=588, tied_embeddings=True)
+    encoder = Encoder(layers=images, patches=1024, image_tokens=256, projector=((2048, 4096),))
+    for changes in ({"model": replace(problem.model, encoder=encoder)}, {"timings": TABLE}):
+        changed = replace(problem, **changes)
+        assert estimate(changed, some_plans(changed)).step_s[0] != estimate(problem, some_plans(problem)).step_s[0]
+        check_plans_of_one_part(changed)
+    halve(replace(problem, model=replace(problem.model, encoder=encoder)))  # messages between parts are not measured
+
+
+def check_plans_of_one_part(problem: Problem) -> None:
     batch = some_plans(problem)
     num_layers, mixed = problem.model.num_layers, as_mixed(problem)
     written = [MixedPlan.of(batch.plan(at), 0, num_layers) for at in range(len(batch))]
@@ -80,8 +96,11 @@ def test_every_plan_of_one_part_costs_what_the_estimate_says(
 def test_two_halves_that_were_not_merged_cost_what_the_whole_does(
     model: str, cluster: str, framework: str, options: dict[str, Any]
 ) -> None:
-    """Replicas apart and pipelines across, on one network."""
-    problem = make_problem(model, cluster=cluster, framework=framework, **{"seq_len": 4096} | options)
+    halve(make_problem(model, cluster=cluster, framework=framework, **{"seq_len": 4096} | options))
+
+
+def halve(problem: Problem) -> None:
+    """Price replicas apart and pipelines across, on one network."""
     batch, num_layers, plans = some_plans(problem), problem.model.num_layers, {}
     for at in range(len(batch)):
         whole = MixedPlan.of(batch.plan(at), 0, num_layers)
@@ -96,7 +115,9 @@ def test_two_halves_that_were_not_merged_cost_what_the_whole_does(
             plans[replace(whole, kinds=(across,))] = whole
     part = replace(problem.cluster, num_nodes=problem.cluster.num_nodes // 2)
     cluster = MixedCluster(name="halves", parts=(part, part))
-    halves = replace(as_mixed(problem), calibrations=(problem.calibration,) * 2, cluster=cluster)
+    halves = replace(
+        as_mixed(problem), calibrations=(problem.calibration,) * 2, timings=(problem.timings,) * 2, cluster=cluster
+    )
     priced = 0
     for plan, whole in plans.items():
         try:

@@ -283,9 +283,9 @@ def test_no_plan_beats_the_bound_of_its_structure(
     model: str, cluster: str, global_batch: int, options: dict[str, Any]
 ) -> None:
     problem = make_mixed_problem(model, cluster=load_any_cluster(cluster), **{"seq_len": 4096} | options)
-    alone = (problem.as_if(part, frozenset((part,))) for part in (0, 1))
+    alone = (problem.alone(part) for part in (0, 1))
     spaces = tuple(make_space(own, global_batch) for own in alone)
-    space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, has_one_tp=False)
+    space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, has_one_tp=False, most_z=RISKY_Z)
     refiner, num_fitting = Refiner(problem, global_batch), 0
     candidates = list(itertools.chain(*candidates_of(space).values()))
     choices = random.Random(1)
@@ -353,6 +353,19 @@ def test_a_cluster_of_one_part_has_the_plan_of_the_plain_search(model: str, clus
     assert best.step_s == pytest.approx(plain.ranked[0].step_s, rel=1e-9)
     assert best.plan in {MixedPlan.of(plan.plan, 0, problem.model.num_layers) for plan in plain.ranked}
     assert found.certificate.gap == 0
+
+
+def test_where_nothing_fits_plans_that_may_run_out_of_memory_are_ranked_as_on_equal_nodes() -> None:
+    problem = make_problem("llama3-70b", cluster="h100-sxm:1x8", framework="deepspeed-zero", seq_len=1024)
+    fix = ["offload=parameters", "recompute=full", "micro_batch=4"]
+    (best, *_) = plain_search(problem, make_space(problem, 32, fix=fix)).ranked
+    found = search_mixed(as_mixed(problem), 32, fix=fix)
+    assert (best.verdict, found.ranked[0].verdict) == ("risky", "risky")
+    assert found.ranked[0].step_s == best.step_s
+    halves = [scaled("a100-sxm:1x4", name, memory_gb=5.2, speed=speed) for name, speed in (("one", 1), ("two", 0.5))]
+    found = search_mixed(problem_of(*halves), 16, fix=["pp=4"])
+    assert (found.ranked[0].verdict, len(found.ranked[0].plan.parts)) == ("risky", 2)
+    assert 0 <= found.certificate.gap < 0.3
 
 
 def test_no_degree_of_experts_beats_the_search_of_all() -> None:

@@ -28,6 +28,7 @@ from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, st
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import MixedPlanFile
 from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled, whole
+from test_measured_times import TABLE
 
 H100, A100 = load_cluster("h100-sxm:1x8"), load_cluster("a100-sxm:2x8")
 # Of 12 layers: A100 take the stages 0 and 1, H100 the stage 2.
@@ -140,6 +141,17 @@ def test_the_built_in_trainer_trains_unlike_replicas_as_one_process_does(tmp_pat
     assert measured.measured.check is not None
     assert measured.measured.check.holds
     assert len(measured.measured.peak_bytes) == 2
+
+
+def test_measured_times_of_all_parts_travel_with_the_plan_file(problem: MixedProblem, tmp_path: Path) -> None:
+    timed = replace(problem, timings=(TABLE, TABLE))
+    (plain,), (cost,) = estimate_mixed(problem, [UNEVEN]), estimate_mixed(timed, [UNEVEN])
+    assert cost.step_s != plain.step_s
+    file = make_mixed_file(timed, [cost], None, timings="db", command="a test")
+    MixedPlanResult(file=file, problem=timed).save(tmp_path / "plan.json")
+    again = autoplan.api.mixed.estimate_mixed(tmp_path / "plan.json")
+    assert again.best == cost
+    assert again.file.pinned == file.pinned
 
 
 def test_the_built_in_trainer_refuses_another_optimizer_on_unlike_nodes(tmp_path: Path) -> None:

@@ -53,8 +53,8 @@ def search_mixed(
 
     `cluster` is several clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or a loaded object;
     `global_batch` is in sequences, `seq_len` in tokens.  `fix`, `at_most`, `forbid` and `allow` work as in `search`.
-    `to` restricts the search to plans that an export target can start: equal replicas with one tensor-parallel degree,
-    priced as the framework of the target unless the options name another one.
+    `to` restricts the search to plans that an export target can start, for most equal replicas with one tensor-parallel
+    degree, priced as the framework of the target unless the options name another one.
 
     Raises InputError for arguments that cannot be used, NoPlanError if no plan is legal or fits.
     """
@@ -76,10 +76,12 @@ def search_mixed(
     if low != high:
         raise InputError(f"--global-batch {global_batch}: a mixed cluster takes one number, not a range")
     flags = space_flags(low, fix=fix, at_most=at_most, forbid=forbid, allow=allow, to=to)
-    result = mixed_search.search_mixed(problem, low, partial(space_of, flags=flags), accepts)
+    has_one_tp = target is not None and not target.takes_unequal_tp
+    result = mixed_search.search_mixed(problem, low, partial(space_of, flags=flags), accepts, has_one_tp=has_one_tp)
     _check(problem, result, target)
     command = "autoplan.search_mixed() of Python"
-    file = make_mixed_file(problem, result.ranked, result.certificate, command=command)
+    timings = options.get("timings") or ""
+    file = make_mixed_file(problem, result.ranked, result.certificate, timings=timings, command=command)
     return MixedPlanResult(file=replace(file, to=flags.to), problem=problem)
 
 
@@ -87,7 +89,8 @@ def estimate_mixed(plan: MixedPlanResult | str | Path) -> MixedPlanResult:
     """Price the plan of a result or plan file of a mixed cluster again, unchanged."""
     saved = plan if isinstance(plan, MixedPlanResult) else load_mixed_plan(plan)
     costs = price_mixed(saved.problem, [saved.best.plan])
-    file = make_mixed_file(saved.problem, costs, None, command="autoplan.estimate_mixed() of Python")
+    timings, command = saved.file.timings, "autoplan.estimate_mixed() of Python"
+    file = make_mixed_file(saved.problem, costs, None, timings=timings, command=command)
     return MixedPlanResult(file=file, problem=saved.problem)
 
 

@@ -95,10 +95,13 @@ def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:
 def problem_of(file: PlanFile, url: str | None = None) -> Problem:
     """Return the problem of a plan file, with the timings that it names."""
     problem = Problem(**_stated(file), calibration=file.calibration)
-    if not file.timings:
-        return problem
-    if file.pinned is not None:
-        return pinned_problem(problem, file.timings, file.pinned, url)
+    return _timed(problem, file, file.pinned, url) if file.timings else problem
+
+
+def _timed(problem: Problem, file: PlanFile | MixedPlanFile, pinned: PinnedTimings | None, url: str | None) -> Problem:
+    """Return the problem with the timings that a plan file names."""
+    if pinned is not None:
+        return pinned_problem(problem, file.timings, pinned, url)
     try:  # a file of before the times travelled with it
         return with_timings(problem, file.timings, url)
     except AutoplanError as error:
@@ -152,13 +155,23 @@ def make_plan_file(
 
 def mixed_problem_of(file: MixedPlanFile) -> MixedProblem:
     """Return the problem of the plan file of a mixed cluster."""
-    return MixedProblem(**_stated(file), calibrations=file.calibrations)
+    problem = MixedProblem(**_stated(file), calibrations=file.calibrations)
+    if not file.timings:
+        return problem
+    alone = [_timed(problem.alone(part), file, pinned, None) for part, pinned in enumerate(file.pinned)]
+    return replace(problem, timings=tuple(part.timings for part in alone))
 
 
 def make_mixed_file(
-    problem: MixedProblem, plans: Sequence[MixedCost], certificate: MixedCertificate | None, command: str | None = None
+    problem: MixedProblem,
+    plans: Sequence[MixedCost],
+    certificate: MixedCertificate | None,
+    *,
+    timings: str = "",
+    command: str | None = None,
 ) -> MixedPlanFile:
-    """The plan file of `plans` of a mixed cluster, best first."""
+    """The plan file of `plans` of a mixed cluster, best first; `timings` as in `make_plan_file`."""
+    tables = problem.timings if timings else ()
     return MixedPlanFile(
         mixed_schema_version=MIXED_FILE_VERSION,
         versions=_versions(searched=certificate is not None),
@@ -168,6 +181,8 @@ def make_mixed_file(
         best=plans[0],
         alternatives=tuple(plans[1 : 1 + KEPT_ALTERNATIVES]),
         certificate=certificate,
+        timings=timings,
+        pinned=tuple(PinnedTimings.of(table, with_times=timings == "db") for table in tables),
     )
 
 

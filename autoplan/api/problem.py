@@ -13,7 +13,6 @@ from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
 from autoplan.base.units import check_count
 from autoplan.base.values import parse_batches, parse_size
-from autoplan.base.version import __version__
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, facts_of, find_target, rules_for, target_called
@@ -167,14 +166,15 @@ def make_mixed_problem(
     seq_len: int | None = None,
     **options: Unpack[ProblemOptions],
 ) -> MixedProblem:
-    """Return the problem of training `model` on a mixed cluster, like `make_problem`."""
-    if options.get("timings") is not None:
-        raise InputError("--timings is not priced on mixed clusters yet: leave it out")
+    """Return the problem of training `model` on a mixed cluster, whose parts are priced as by `make_problem`."""
     parts = _parts(model, seq_len, options)
-    if parts.model.encoder is not None:
-        raise InputError("an encoder is not priced on mixed clusters yet: take one of their parts")
-    calibrations = tuple(_part_calibration(parts.framework, part, options) for part in cluster.parts)
-    return MixedProblem(**parts._asdict(), cluster=cluster, calibrations=calibrations)
+    alone = [make_problem(parts.model, cluster=part, seq_len=seq_len, **options) for part in cluster.parts]
+    return MixedProblem(
+        **parts._asdict(),
+        cluster=cluster,
+        calibrations=tuple(problem.calibration for problem in alone),
+        timings=tuple(problem.timings for problem in alone),
+    )
 
 
 def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemOptions) -> _Parts:
@@ -257,14 +257,6 @@ def _calibration(framework: Framework, cluster: ClusterSpec, options: ProblemOpt
     if calibration is None or _is_from_runs(options):
         return built_in_calibration(framework, cluster.device)
     return load_calibration(Path(calibration))
-
-
-def _part_calibration(framework: Framework, part: ClusterSpec, options: ProblemOptions) -> Calibration:
-    if _is_from_runs(options):
-        return calibration_of(part, framework, options.get("db")).calibration
-    calibration = _calibration(framework, part, options)
-    calibration.check_goes_with("", __version__)
-    return calibration
 
 
 # -- the space of plans -----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from autoplan.frameworks.registry import book_of, find_target
 from autoplan.launch.start import NodeRange
 from autoplan.search.ranking import ranked, training_flops_per_token
 from autoplan.spec.estimate import datasheet_peak, probability_above
-from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, StartedPlan, started_plan
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, StartedPlan, as_parallel, started_plan
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PartPlanFile
@@ -25,19 +25,27 @@ from autoplan.spec.search_result import RankedPlan
 def is_expressible(problem: MixedProblem, plan: MixedPlan, target: Target) -> bool:
     """Return whether the framework of a target starts the plan, as far as its rules say."""
     try:
-        started = started_plan(problem, plan, unequal_batches=target.unequal_batches)
+        started = _started(problem, plan, target)
     except InputError:
         return False
-    workload = replace(problem.as_if(started.node_parts[0], plan.parts).workload, num_devices=plan.num_devices)
-    is_ordered = started.plan.rank_order in problem.framework.rank_orders
-    return is_ordered and not broken(book_of(problem.framework).rules + target.limits, workload, started.plan)
+    workload = problem.as_if(started.node_parts[0], plan.parts).workload
+    rules = book_of(problem.framework).rules + target.limits
+    for tp in {stage.tp for stage in plan.kinds[0].stages}:
+        parallel = replace(as_parallel(problem, plan, plan.kinds[0], tp), rank_order=started.plan.rank_order)
+        if broken(rules, replace(workload, num_devices=parallel.num_devices), parallel):
+            return False
+    return started.plan.rank_order in problem.framework.rank_orders
+
+
+def _started(problem: MixedProblem, plan: MixedPlan, target: Target) -> StartedPlan:
+    return started_plan(problem, plan, unequal_batches=target.unequal_batches, unequal_tp=target.takes_unequal_tp)
 
 
 def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[NodeRange, ...]:
     """Return the nodes of parts in use by rank, and their start; InputError where `to` does not start the plan."""
     cost, target = file.best, find_target(to)
     try:
-        started = started_plan(problem, cost.plan, unequal_batches=target.unequal_batches)
+        started = _started(problem, cost.plan, target)
     except InputError as error:
         raise InputError(
             f"{target.title} cannot start the plan: {error}; search with --to {to} for the fastest plan that it can"

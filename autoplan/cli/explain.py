@@ -95,7 +95,7 @@ def explain(
 
 def _print_timings(saved: PlanResult | MixedPlanResult, path: Path, url: str | None, *, json: bool) -> None:
     if not isinstance(saved, api.plan_result.PlanResult):
-        raise InputError("--timings needs a plan of equal nodes: mixed clusters are priced without measured times")
+        raise InputError("--timings lists the records behind a plan of equal nodes: name a plan on one of the parts")
     sources = api.record_facts.step_sources(saved, url)
     if json:
         typer.echo(encode(sources), nl=False)

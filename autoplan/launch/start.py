@@ -53,7 +53,7 @@ class Start:
         unlike_nodes: tuple[NodeRange, ...] = (),
     ) -> Start:
         """Return the start of a plan, on equal nodes unless `unlike_nodes` are given; InputError for a bad `image`."""
-        num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.best.plan.num_devices)
+        num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.num_devices)
         hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
         if image is not None and launcher not in IN_CONTAINERS:
             raise InputError(

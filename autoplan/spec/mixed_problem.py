@@ -16,6 +16,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers, even_chunks
 from autoplan.spec.problem import Problem
+from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, WanSpec
 from autoplan.topology.levels import Level
@@ -199,13 +200,14 @@ class MixedPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedProblem:
-    """The constant half of an estimate on a mixed cluster; `calibrations` are those of its parts."""
+    """The constant half of an estimate on a mixed cluster; `calibrations` and `timings` are those of its parts."""
 
     model: ModelSpec
     training: TrainingSpec
     cluster: MixedCluster
     framework: Framework
     calibrations: tuple[Calibration, ...]
+    timings: tuple[TimingTable, ...] = ()  # blank: none of any part
     reserve_bytes: float = 0.0
     _as_if: dict[tuple[int, frozenset[int]], Problem] = field(init=False, default_factory=dict, repr=False)
 
@@ -214,7 +216,11 @@ class MixedProblem:
             num_calibrations, num_parts = len(self.calibrations), len(self.cluster.parts)
             raise InputError(f"{num_calibrations} calibrations for {num_parts} parts: give one each")
         for part in range(len(self.cluster.parts)):
-            self.as_if(part, frozenset((part,)))
+            self.alone(part)
+
+    def alone(self, part: int) -> Problem:
+        """The problem on a part alone."""
+        return self.as_if(part, frozenset((part,)))
 
     def as_if(self, part: int, used: frozenset[int]) -> Problem:
         """The problem as if all parts in use had the devices of `part`: a stage there costs the same."""
@@ -226,6 +232,7 @@ class MixedProblem:
                 cluster=self._cluster(part, used),
                 framework=self.framework,
                 calibration=self.calibrations[part],
+                timings=self.timings[part] if self.timings else NO_TIMINGS,
                 reserve_bytes=self.reserve_bytes,
             )
         return self._as_if[key]
@@ -313,34 +320,38 @@ class StartedPlan:
     num_microbatches: tuple[int, ...] = ()
 
 
-def started_plan(problem: MixedProblem, plan: MixedPlan, *, unequal_batches: bool = False) -> StartedPlan:
-    """Return the plan as frameworks start it; `unequal_batches` says whether replicas may have unlike micro-batches.
+def started_plan(
+    problem: MixedProblem, plan: MixedPlan, *, unequal_batches: bool = False, unequal_tp: bool = False
+) -> StartedPlan:
+    """Return the plan as frameworks start it.
 
-    Of equal replicas the ranks of a stage stand together where the plan has that order, else those of a replica.
-    Raises InputError where
-    replicas or degrees are too different, or where a node would hold ranks of two parts.
+    Replicas may have unlike micro-batches with `unequal_batches`, and stages of equal replicas unlike tensor-parallel
+    degrees with `unequal_tp`; the plan has the largest of these.  Of equal replicas the ranks of a stage stand together
+    where the plan has that order, else those of a replica.  Raises InputError where replicas or degrees are too
+    different, or where a node would hold ranks of two parts.
     """
     counts = {kind.num_microbatches for kind in plan.kinds}
     if len(counts) > 1 and not unequal_batches:
         raise InputError(f"its replicas take {_listed(counts)} micro-batches per step")
     if len({kind.layers_per_chunk for kind in plan.kinds}) > 1 or len({kind.vp for kind in plan.kinds}) > 1:
         raise InputError("its replicas split the layers differently")
-    if len(degrees := {stage.tp for kind in plan.kinds for stage in kind.stages}) > 1:
+    degrees = {stage.tp for kind in plan.kinds for stage in kind.stages}
+    if len(degrees) > 1 and not (unequal_tp and len(plan.kinds) == 1):
         raise InputError(f"its stages have the tensor-parallel degrees {_listed(degrees)}")
     if len(sizes := {kind.micro_batch for kind in plan.kinds}) > 1:
         raise InputError(f"its micro-batches hold {_listed(sizes)} sequences")
     if len({kind.state_share for kind in plan.kinds}) > 1:
         raise InputError("its replicas hold different shares of the optimizer states")
-    tp = degrees.pop()
+    tp = max(degrees)
     parallel = as_parallel(problem, plan, plan.kinds[0], tp)
     if len(plan.kinds) == 1 and parallel.rank_order == RankOrder.DP_BEFORE_PP:
-        places = [stage.part for stage in plan.kinds[0].stages for _ in range(plan.num_replicas)]
+        places = [stage for stage in plan.kinds[0].stages for _ in range(plan.num_replicas)]
     else:
-        places = [stage.part for kind in plan.kinds for _ in range(kind.count) for stage in kind.stages]
+        places = [stage for kind in plan.kinds for _ in range(kind.count) for stage in kind.stages]
         parallel = replace(parallel, rank_order=RankOrder.PP_BEFORE_DP) if parallel.pp > 1 else parallel
     return StartedPlan(
         plan=parallel,
-        node_parts=_parts_of_nodes(problem, [part for part in places for _ in range(tp * parallel.cp)]),
+        node_parts=_parts_of_nodes(problem, [stage.part for stage in places for _ in range(stage.tp * parallel.cp)]),
         num_microbatches=tuple(kind.num_microbatches for kind in plan.kinds for _ in range(kind.count))
         if len(counts) > 1
         else (),

@@ -93,6 +93,11 @@ class PlanFile:
         """Memory of a device that a plan may use."""
         return self.cluster.device.visible_memory_bytes - self.reserve_bytes
 
+    @property
+    def num_devices(self) -> int:
+        """Devices in use."""
+        return self.best.plan.num_devices
+
     @staticmethod
     def check_table(table: Mapping[str, Any]) -> None:
         """Refuse the table of a file of another version."""
@@ -137,6 +142,8 @@ class MixedPlanFile:
     alternatives: tuple[MixedCost, ...]
     certificate: MixedCertificate | None
     to: str = ""  # target of export that has to be able to express the plans
+    timings: str = ""  # source of the measured times of all parts
+    pinned: tuple[PinnedTimings, ...] = ()  # times of the parts
 
     @staticmethod
     def check_table(table: Mapping[str, Any]) -> None:
@@ -149,3 +156,8 @@ class PartPlanFile(PlanFile):
     """A plan of the mixed cluster of `whole` as if all of its nodes were those of one part, as frameworks start it."""
 
     whole: MixedPlanFile
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all parts in use."""
+        return self.whole.best.plan.num_devices

@@ -1,10 +1,11 @@
-"""Asks Megatron-LM, Megatron-Bridge and Primus themselves: run as a script, once for many plans.
+"""Asks Megatron-LM, Megatron-Bridge, Primus and FlagScale themselves: run as a script, once for many plans.
 
 Each kind reads a list from stdin, as JSON, and writes for every element what the framework made of it, or its refusal:
 
     python megatron_parser.py megatron-lm      [{"world", "environment", "words"}, ...]
     python megatron_parser.py megatron-bridge  [{"world", "environment", "text"}, ...]
     python megatron_parser.py primus           [{"world", "environment", "text"}, ...]
+    python megatron_parser.py flagscale        [{"world", "words"}, ...]
 
 No GPU is needed: triton and Transformer Engine are stood in for, and devices are pretended to be of an architecture.
 Beyond the parsers it makes the configuration of the model, the groups of ranks (of a process group that only pretends)
@@ -229,14 +230,52 @@ def megatron_bridge(asked: dict[str, Any]) -> dict[str, Any]:
     return made | {"stages": stages, "data_parallel_size": config.data_parallel_size}
 
 
+def flagscale(asked: dict[str, Any]) -> dict[str, Any]:
+    """The mesh of every rank, by the options that FlagScale adds to Megatron-LM's parser and its checks of them."""
+    import torch.distributed as dist
+    from megatron.training.arguments import add_megatron_arguments
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    folder = Path(os.environ["FLAGSCALE_DIR"])
+    for package, path in (("flagscale", "flagscale"), ("flagscale.train", "flagscale/train")):  # not what they import
+        sys.modules[package] = types.ModuleType(package)
+        sys.modules[package].__path__ = [str(folder / path)]
+    from flagscale.train.arguments import FSTrainArguments
+
+    patch = (folder / "flagscale/backends/Megatron-LM/megatron/training/arguments.py.patch").read_text()
+    added = "\n".join(line[1:] for line in patch.splitlines() if line.startswith("+") and not line.startswith("+++"))
+    names: dict[str, Any] = {}
+    begin = added.index("def _add_hetero_args")
+    exec(added[begin : added.index("return parser", begin) + len("return parser")], names)
+    ranks = []
+    for rank in range(asked["world"]):
+        parser = names["_add_hetero_args"](add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+        args = parser.parse_args(asked["words"])
+        args.standalone_embedding_stage = False  # of FlagScale's other options
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=asked["world"])
+        try:
+            mapper = types.SimpleNamespace(to_logical_ranks=list)  # one device type: ranks as they are numbered
+            FSTrainArguments(args, mapper).pre_validate_args()
+        finally:
+            dist.destroy_process_group()
+        ranks.append([args.tensor_model_parallel_size, args.data_parallel_size, args.micro_batch_size])
+    return {"layers": args.hetero_pipeline_layer_split, "meshes": args.hetero_process_meshes, "ranks": ranks}
+
+
 def prepare(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     if kind != "schedule":
-        _prepare(STOOD_IN[:1] if kind in ("megatron-lm", "primus") else STOOD_IN)
+        _prepare(STOOD_IN[:1] if kind in ("megatron-lm", "primus", "flagscale") else STOOD_IN)
     if kind in ("primus", "schedule"):
         sys.path.insert(0, os.environ["PRIMUS_DIR"])
     if kind == "megatron-bridge":
         sys.path.insert(0, str(Path(os.environ["MEGATRON_BRIDGE_DIR"]) / "src"))
-    ask = {"megatron-lm": megatron_lm, "primus": primus, "megatron-bridge": megatron_bridge, "schedule": schedule}[kind]
+    ask = {
+        "megatron-lm": megatron_lm,
+        "primus": primus,
+        "megatron-bridge": megatron_bridge,
+        "schedule": schedule,
+        "flagscale": flagscale,
+    }[kind]
     if kind != "schedule":
         _fused_kernels()
 

@@ -96,5 +96,6 @@ def as_mixed(problem: Problem) -> MixedProblem:
         cluster=MixedCluster(name="mixed", parts=(problem.cluster,)),
         framework=problem.framework,
         calibrations=(problem.calibration,),
+        timings=(problem.timings,),
         reserve_bytes=problem.reserve_bytes,
     )

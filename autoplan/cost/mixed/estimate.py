@@ -124,7 +124,7 @@ def _stage_costs(
                 tp=stage.tp,
                 layers=stage.layers,
                 layer_s=tuple(float(value[at, place]) for value in of_layers),
-                capacity_bytes=problem.as_if(stage.part, frozenset((stage.part,))).capacity_bytes,
+                capacity_bytes=problem.alone(stage.part).capacity_bytes,
                 **{name: float(value[at, place]) for name, value in values.items()},
             )
             for place, stage in enumerate(kind.stages)

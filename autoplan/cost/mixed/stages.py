@@ -26,7 +26,7 @@ def _places(problem: MixedProblem, plan: MixedPlan, kind_at: int) -> tuple[Stage
             stage=at,
             part=names[stage.part],
             num_microbatches=kind.num_microbatches,
-            capacity_bytes=problem.as_if(stage.part, frozenset((stage.part,))).capacity_bytes,
+            capacity_bytes=problem.alone(stage.part).capacity_bytes,
         )
         for at, stage in enumerate(kind.stages)
     )

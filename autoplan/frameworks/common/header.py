@@ -29,7 +29,7 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
     best, cluster = plan_file.best, plan_file.cluster
     made_by = " ".join(f"{name} {version}" for name, version in plan_file.versions.items())
     lines = [
-        f"{plan_file.model.name} with {framework} on {best.plan.num_devices} x {cluster.device.name}"
+        f"{plan_file.model.name} with {framework} on {plan_file.num_devices} x {cluster.device.name}"
         f" (cluster {cluster.name}), {best.plan.global_batch} sequences of {plan_file.training.seq_len} tokens a step",
         f"Plan: {best.plan.describe()}",
         f"Predicted: {format_seconds(best.step_s)} per step (90 % interval {format_seconds(best.low_s)} to"

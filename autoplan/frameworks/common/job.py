@@ -89,12 +89,18 @@ class Target:
     # Says what of a fine-tuning it cannot express, as a noun, or nothing; None: it trains all weights.
     refused_tuning: Callable[[FineTuning], str] | None = None
     unequal_batches: bool = False  # whether replicas may take unlike numbers of micro-batches
+    unequal_tp: tuple[str, ...] = ()  # versions in which stages may have unlike tensor-parallel degrees
     optimizers: tuple[OptimizerName, ...] = ("adam",)  # that it can be told to take
 
     @property
     def spellings(self) -> tuple[str, ...]:
         """Its name with each of its versions, NAME@VERSION, the default first; the name alone where it has none."""
         return tuple(f"{self.name}@{version}" if version else self.name for version in self.versions)
+
+    @property
+    def takes_unequal_tp(self) -> bool:
+        """Whether stages may have unlike tensor-parallel degrees, if all replicas are of one kind."""
+        return self.versions[0] in self.unequal_tp
 
     def at(self, version: str) -> Target:
         """Return the target restricted to one of its versions."""

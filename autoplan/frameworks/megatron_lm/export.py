@@ -10,7 +10,7 @@ from autoplan.base.errors import InputError, refused
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Constant
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
-from autoplan.frameworks.megatron_lm import model_options, options, training_options
+from autoplan.frameworks.megatron_lm import flagscale, model_options, options, training_options
 from autoplan.frameworks.megatron_lm.model_options import has_bias
 from autoplan.frameworks.megatron_lm.rules import LIMITS, RULES
 from autoplan.frameworks.megatron_lm.state_options import uses_megatron_fsdp
@@ -46,12 +46,13 @@ _TAKE_ANY_ROPE_BASE = ("Megatron-Bridge",)
 
 
 def job(plan_file: PlanFile, version: str = "main") -> Job:
-    """Return the job that starts the plan in a checkout of Megatron-LM; raise an error for what a release lacks."""
+    """Return the job that starts the plan in a checkout of Megatron-LM or FlagScale; refuse what a release lacks."""
     loss = (LOSS,) if plan_file.framework.memory.bytes_per_logit < training_options.FUSED_LOSS_BYTES else ()
     parts = (*checked_parts(plan_file), *loss, TRAINING)
     groups = tuple(_group(part, plan_file) for part in parts)
-    check_release(groups, version)
-    return Job(
+    if version in RELEASES:
+        check_release(groups, version)
+    made = Job(
         framework="Megatron-LM",
         environment=environment(plan_file),
         variables=(
@@ -63,6 +64,7 @@ def job(plan_file: PlanFile, version: str = "main") -> Job:
         replaceable=_group(DATA, plan_file),
         trailing=('--train-iters "$TRAIN_ITERS"',),
     )
+    return flagscale.on_flagscale(made, plan_file) if version == flagscale.VERSION else made
 
 
 def _group(part: Part, plan_file: PlanFile) -> OptionGroup:
@@ -152,7 +154,9 @@ TARGET = Target(
     title="Megatron-LM",
     rules=("megatron-lm", "unknown"),
     job=job,
-    versions=("main", *RELEASES),
+    versions=("main", *RELEASES, flagscale.VERSION),
     limits=(*RULES, *LIMITS),
-    other_limits={release: (*RULES, *LIMITS, *lacked(release)) for release in RELEASES},
+    other_limits={release: (*RULES, *LIMITS, *lacked(release)) for release in RELEASES}
+    | {flagscale.VERSION: (*RULES, *LIMITS, *flagscale.LIMITS)},
+    unequal_tp=(flagscale.VERSION,),
 )

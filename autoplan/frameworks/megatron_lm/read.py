@@ -19,7 +19,7 @@ from autoplan.frameworks.megatron_lm.table import argument_of
 from autoplan.frameworks.megatron_lm.with_deepspeed import FRAMEWORK, is_with_deepspeed, translate
 from autoplan.frameworks.megatron_lm.with_slime import is_with_slime
 
-ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py")
+ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "flagscale/train/train_gpt.py")
 # Options that identify a launch of another program with Megatron-LM's options, and programs that train no decoder.
 _DEGREES = re.compile(r"(?<![\w-])--(tensor-model-parallel-size|pipeline-model-parallel-size)\b")
 _LENGTHS = re.compile(r"(?<![\w-])--(train-iters|train-samples|global-batch-size)\b")
