@@ -196,7 +196,7 @@ class Familiarity(Rows):
 
     def lessen(self, rows: Ints, parts: Familiarity) -> None:
         """Limit the familiarity of the plans at `rows` to that of their `parts`."""
-        for name in ("own", "mixture", "news", "machine", "links"):
+        for name in ("kind_variance", "mixture", "novelty", "machine", "links"):
             np.maximum.at(getattr(self, name), rows, getattr(parts, name))
         for name in ("weight", "exposed_share"):
             np.minimum.at(getattr(self, name), rows, getattr(parts, name))
