@@ -203,9 +203,9 @@ def test_parts_of_a_mixed_cluster_are_known_as_the_least_known_of_them() -> None
     both = Familiarity.full(1)
     for part in known:
         both.lessen(np.zeros(1, dtype=np.int64), part)
-    assert both.own[0] == pytest.approx(0.3**2)
+    assert both.kind_variance[0] == pytest.approx(0.3**2)
     assert both.weight[0] == 0.0
-    assert both.news[0, NOVELTIES.index("framework")] == 1.0
+    assert both.novelty[0, NOVELTIES.index("framework")] == 1.0
 
 
 def test_mixtures_of_experts_have_a_part_of_their_own_whether_they_are_new_or_not() -> None:
