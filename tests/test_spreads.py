@@ -139,9 +139,9 @@ def test_adapters_are_new_beside_runs_that_trained_all_weights() -> None:
     adapters = replace(whole, training=replace(whole.training, finetuning=load_finetuning("lora:r=16")))
     batch = PlanBatch.of([SPREAD], whole.model.num_layers)
     at = NOVELTIES.index("model")
-    assert [Familiarity.of(problem, batch).news[0, at] for problem in (whole, adapters)] == [0.0, 1.0]
+    assert [Familiarity.of(problem, batch).novelty[0, at] for problem in (whole, adapters)] == [0.0, 1.0]
     known = replace(adapters, calibration=replace(OWN, blocks=("adapters", "dense")))
-    assert Familiarity.of(known, batch).news[0, at] == 0.0
+    assert Familiarity.of(known, batch).novelty[0, at] == 0.0
 
 
 def test_a_generation_whose_kernels_were_measured_is_not_new() -> None:
@@ -151,7 +151,7 @@ def test_a_generation_whose_kernels_were_measured_is_not_new() -> None:
     measured = replace(problem, timings=TimingTable.of([gemm]))
     batch = PlanBatch.of([SPREAD], problem.model.num_layers)
     at = NOVELTIES.index("generation")
-    assert [Familiarity.of(asked, batch).news[0, at] for asked in (problem, measured)] == [1.0, 0.0]
+    assert [Familiarity.of(asked, batch).novelty[0, at] for asked in (problem, measured)] == [1.0, 0.0]
 
 
 def test_links_that_differ_widen_a_step_by_the_share_in_which_they_are_waited_for() -> None:
