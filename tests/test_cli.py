@@ -583,7 +583,7 @@ def test_a_search_that_cannot_be_is_one_line(folder: Path, arguments: tuple[str,
         (("estimate", "llama.json", *PLACE, "--schedule", "zb-v"), "zb-v"),
         (
             ("estimate", "llama.json", *PLACE, "--sharding", "zero9"),
-            "zero9', must be one of none, zero1, zero2, zero3 .at",
+            "sharding must be one of none, zero1, zero2, zero3, got 'zero9'",
         ),
         (("estimate", "llama.json", *PLACE, "--as", "nanotron"), "give --from FILE"),
         (("estimate", "llama.json", *PLACE, "--global-batch", "15"), "15 must be divisible"),

@@ -223,7 +223,7 @@ PLACED: Any = [
     ({"network": {**CLUSTER["network"], "latency_ms": -2}}, "latency_ms must be a positive finite number, got -2"),
     (
         {"levels": [{**CLUSTER["levels"][0], "kind": "nvlnk"}]},
-        "Invalid enum value 'nvlnk', must be one of nvlink, xgmi, pcie, shared_memory (at $.levels[0].kind)",
+        "levels[0].kind must be one of nvlink, xgmi, pcie, shared_memory, got 'nvlnk'",
     ),
     ({"host": {"memory_gib": 0}}, "memory_gib must be a positive finite number, got 0 (at $.host)"),
 ]

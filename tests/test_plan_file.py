@@ -57,7 +57,7 @@ def test_the_version_of_a_file_is_looked_at_before_its_keys() -> None:
 @pytest.mark.parametrize(
     ("place", "key", "value", "says"),
     [
-        ("best", "verdict", "maybe", "Invalid enum value 'maybe'"),
+        ("best", "verdict", "maybe", r"best.verdict must be one of fits, .*, got 'maybe'"),
         ("best", "step_s", -1.0, "step_s must be a positive finite number, got -1"),
         ("best", "step_s", 0.0, "step_s must be a positive finite number, got 0"),
         ("best", "low_s", 1e9, "step_s .* must be inside its interval"),

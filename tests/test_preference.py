@@ -118,7 +118,7 @@ def test_pairs_that_vary_wait_for_the_longest_of_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"loss": "ppo"}, "--loss: Invalid enum value 'ppo', must be one of dpo, reward"),
+        ({"loss": "ppo"}, "preference loss: loss must be one of dpo, reward, got 'ppo'"),
         ({"reference": "copy"}, "--reference 'copy' needs a preference loss"),
         ({"loss": "dpo", "reference": "base"}, "reference base needs adapters"),
         ({"loss": "reward", "reference": "copy"}, "a reward model has no reference"),

@@ -125,7 +125,10 @@ def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
         if isinstance(error.__cause__, OutOfRangeError):
             text = _as_written(error.__cause__, path or "$", written)
         elif text.startswith("Invalid enum value") and (words := _words_at(kind, path)):
-            text += f", must be one of {', '.join(words)}"
+            given = text.removeprefix("Invalid enum value ")
+            raise InputError(
+                f"{where}: {path.removeprefix('$.')} must be one of {', '.join(words)}, got {given}"
+            ) from None
         raise InputError(f"{where}: {text}" + (f" (at {path})" if path else "")) from None
     except InputError as error:
         raise InputError(f"{where}: {error}") from None

@@ -55,14 +55,14 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
     (
         _shared(
             "precision",
-            None,
+            "NAME",
             "Data type of the GEMMs: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32.",
             "bf16",
             choices=_PRECISIONS,
         ),
         _shared(
             "attention",
-            None,
+            "NAME",
             "Attention kernel: flash (the framework's), flash1, flash2, flash3, cudnn, megatron-fused or unfused.",
             "flash",
             choices=_ATTENTION,

@@ -117,7 +117,7 @@ def preference_of(
     if loss is None and preference is None:
         raise InputError(f"--reference {str(reference)[:20]!r} needs a preference loss: give --loss dpo too")
     table = {"loss": loss or (preference.loss if preference else None), "reference": reference}
-    return decode(Preference, table, "--loss")
+    return decode(Preference, table, "preference loss")
 
 
 def combined(
