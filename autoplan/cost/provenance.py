@@ -64,23 +64,34 @@ def _shares(value: Floats, grown: dict[Provenance, Floats | None]) -> dict[Prove
 
 
 def _slower_datasheet(problem: Problem) -> Problem:
-    """Return the problem with longer times for everything priced by a datasheet, without a fitted curve."""
+    """Return the problem with longer times for everything priced by a datasheet, without a curve fitted to the device.
+
+    A device with a `rate_spread` has the curves of a similar one.
+    """
     growth, device, calibration = 1.0 + _GROWTH, problem.cluster.device, problem.calibration
-    if not device.gemm.is_measured:
+    if not device.gemm.is_measured or device.rate_spread:
         # Memory-bound kernels follow the products: both were measured on a device, or neither was.
         calibration = replace(
             calibration, gemm=growth * calibration.gemm, memory_bound=growth * calibration.memory_bound
         )
-    if not device.attention.is_measured:
+    if not device.attention.is_measured or device.rate_spread:
         calibration = replace(calibration, attention=growth * calibration.attention)
-    return replace(problem, cluster=_slower_links(problem.cluster, growth), calibration=calibration)
+    cluster = _slower_links(problem.cluster, growth)
+    if device.rate_spread:
+        device = replace(device, host_link_bytes_per_s=device.host_link_bytes_per_s / growth)
+    return replace(problem, cluster=replace(cluster, device=device), calibration=calibration)
 
 
 def _slower_links(cluster: ClusterSpec, growth: float) -> ClusterSpec:
     levels = tuple(
         link
         if link.collectives
-        else replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / growth, latency_s=growth * link.latency_s)
+        else replace(
+            link,
+            bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / growth,
+            host_bridge_bytes_per_s=link.host_bridge_bytes_per_s and link.host_bridge_bytes_per_s / growth,
+            latency_s=growth * link.latency_s,
+        )
         for link in cluster.levels
     )
     network = cluster.network

@@ -21,7 +21,7 @@ MEANS: dict[Provenance, str] = {
     "interpolated": "interpolated between timed shapes",
     "scaled": "scaled from timed groups of other sizes",
     "reference": "curves fitted to published measurements of this device and framework",
-    "datasheet": "vendor figures with an assumed efficiency",
+    "datasheet": "vendor figures with an assumed efficiency, or that of a similar device",
 }
 TIMED: tuple[Provenance, ...] = ("measured", "disturbed", "interpolated", "scaled")
 
