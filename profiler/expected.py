@@ -21,7 +21,7 @@ from autoplan.topology.cluster import ClusterSpec
 
 # Assumed kernels of operations without measurements; a real rank tests them and may use others.
 _ATTENTIONS = {"attention": "sdpa flash", "latent_attention": "sdpa cudnn"}
-_LIBRARIES = {"nvidia": "nccl", "amd": "rccl", "cpu": "gloo"}
+_LIBRARIES = {"nvidia": "nccl", "amd": "rccl", "intel": "hccl", "cpu": "gloo"}
 
 
 def expected_hello(

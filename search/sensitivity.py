@@ -102,9 +102,13 @@ def _later_network(cluster: ClusterSpec, growth: float) -> ClusterSpec:
 def quantities(problem: Problem) -> tuple[Quantity, ...]:
     """Return the numbers that times depend on, by their names on this cluster."""
     cluster = problem.cluster
-    link = {"nvlink": "NVLink", "xgmi": "xGMI", "pcie": "PCIe", "shared_memory": "shared-memory"}[
-        cluster.levels[-1].kind
-    ]
+    link = {
+        "nvlink": "NVLink",
+        "xgmi": "xGMI",
+        "ethernet": "Ethernet",
+        "pcie": "PCIe",
+        "shared_memory": "shared-memory",
+    }[cluster.levels[-1].kind]
     return (
         Quantity(name="matrix-product rate", slower=_factor("gemm", (*PRODUCTS, *EXPERTS)), measure=PRODUCTS),
         Quantity(name="attention rate", slower=_factor("attention", ATTENTIONS), measure=ATTENTIONS[:2]),

@@ -223,7 +223,7 @@ PLACED: Any = [
     ({"network": {**CLUSTER["network"], "latency_ms": -2}}, "latency_ms must be a positive finite number, got -2"),
     (
         {"levels": [{**CLUSTER["levels"][0], "kind": "nvlnk"}]},
-        "levels[0].kind must be one of nvlink, xgmi, pcie, shared_memory, got 'nvlnk'",
+        "levels[0].kind must be one of nvlink, xgmi, ethernet, pcie, shared_memory, got 'nvlnk'",
     ),
     ({"host": {"memory_gib": 0}}, "memory_gib must be a positive finite number, got 0 (at $.host)"),
 ]

@@ -351,6 +351,16 @@ def test_rocm_smi_answers_for_devices_of_amd(tmp_path: Path) -> None:
     assert missing in preflight(tmp_path / "other", plan_file, {}).stderr
 
 
+def test_hl_smi_answers_for_devices_of_intel(tmp_path: Path) -> None:
+    cluster = cluster_of(1, "cdna3")
+    plan_file = replace(ONE, cluster=replace(cluster, device=replace(cluster.device, vendor="intel")))
+    for free_mib, says in ((90000, ""), (60000, "device 0 has 60000 MiB free, the plan needs 73012 MiB")):
+        table = 8 * f"{free_mib}\\n"
+        tools = {"hl-smi": f"[[ $1 == --query-aip=memory.free ]] && printf '{table}'\n"}
+        assert says in (found := preflight(tmp_path, plan_file, tools).stderr)
+        assert bool(found) == bool(says)
+
+
 def test_a_program_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
     megatron, own = (
         preflight_of(tmp_path / name, plan_file_of(LLAMA_8B, tp=2, sp=True), target, variables)

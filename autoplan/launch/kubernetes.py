@@ -20,7 +20,8 @@ Table = dict[str, Any]
 
 _FOLDER = "/etc/autoplan"
 _MAX_BYTES = 2**20  # limit of a ConfigMap
-_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu"}  # resource names of the vendors' device plugins
+# Resource names of the vendors' device plugins.
+_RESOURCES = {"nvidia": "nvidia.com/gpu", "amd": "amd.com/gpu", "intel": "habana.ai/gaudi"}
 _RANK_FIELD = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
 

@@ -28,9 +28,17 @@ _AMD = (
     'done <<<"$said"',
 )
 
-# Device files of a vendor's driver; the second is used in virtual machines on Windows.
-_NVIDIA_FILES = ("/dev/nvidiactl", "/dev/dxg")
-_AMD_FILES = ("/dev/kfd", "/dev/dxg")
+_INTEL = (
+    'said=$(hl-smi --query-aip=memory.free --format="csv,noheader,nounits") || stop "hl-smi fails: $said"',
+    'mapfile -t free <<<"$said"',
+)
+
+# Tool, query and device files of a vendor's driver; /dev/dxg is used in virtual machines on Windows.
+_VENDORS = {
+    "nvidia": ("nvidia-smi", _NVIDIA, ("/dev/nvidiactl", "/dev/dxg")),
+    "amd": ("rocm-smi", _AMD, ("/dev/kfd", "/dev/dxg")),
+    "intel": ("hl-smi", _INTEL, ("/dev/accel/accel0",)),
+}
 
 # Versions in Python, in the format of profiler/machine/environment.py.
 _VERSIONS = {
@@ -103,7 +111,7 @@ def _devices_of(nodes: NodeRange, count: int) -> list[str]:
     vendor = nodes.plan_file.cluster.device.vendor
     if vendor == "cpu":
         return []
-    tool, ask, files = ("nvidia-smi", _NVIDIA, _NVIDIA_FILES) if vendor == "nvidia" else ("rocm-smi", _AMD, _AMD_FILES)
+    tool, ask, files = _VENDORS[vendor]
     exists = " || ".join(f"-e {file}" for file in files)
     need_mib = math.ceil(nodes.memory_bytes / MIB)
     return [

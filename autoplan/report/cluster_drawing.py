@@ -55,7 +55,10 @@ FILLS: dict[ComponentKind, tuple[str, str]] = {
     "core": ("#d6e6fb", "#2b62ad"),
     "wan": ("#fbe0d8", "#ad4a2b"),
 }
-LINK_COLOURS = dict.fromkeys(("nvlink", "xgmi", "shared_memory"), "#7440a3") | {"pcie": "#946a08", "wan": "#ad4a2b"}
+LINK_COLOURS = dict.fromkeys(("nvlink", "xgmi", "ethernet", "shared_memory"), "#7440a3") | {
+    "pcie": "#946a08",
+    "wan": "#ad4a2b",
+}
 LINK_COLOURS |= dict.fromkeys(("socket", "nvlink-c2c"), "#5b5b66")
 FAULT_COLOUR = "#d11f1f"
 NETWORK_COLOUR, TEXT_COLOUR, FRAME_COLOUR = "#2b62ad", "#22222a", "#b9b9c6"

@@ -24,8 +24,10 @@ class DeviceSpec:
     """Accelerator.  Rates are per second; `peak_flops_per_s` has the dense datasheet rates by precision."""
 
     name: str
-    vendor: Literal["nvidia", "amd", "cpu"]
-    generation: Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4", "cpu"]
+    vendor: Literal["nvidia", "amd", "intel", "cpu"]
+    generation: Literal[
+        "volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4", "gaudi", "cpu"
+    ]
     memory_bytes: float  # nominal
     visible_memory_bytes: float  # memory available to a framework on an idle device
     memory_bandwidth_bytes_per_s: float
@@ -77,7 +79,7 @@ class LinkLevel:
     """A scale-up fabric that joins `num_devices` at full rate: NVLink, xGMI, PCIe, shared memory."""
 
     name: str
-    kind: Literal["nvlink", "xgmi", "pcie", "shared_memory"]
+    kind: Literal["nvlink", "xgmi", "ethernet", "pcie", "shared_memory"]
     num_devices: int
     bandwidth_bytes_per_s: float  # per device, one direction, nominal
     latency_s: float  # per hop of a ring
