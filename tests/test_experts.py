@@ -200,6 +200,21 @@ def test_a_dispatcher_that_permutes_in_one_kernel_moves_every_copy_once() -> Non
     assert (apart.memory.backward_s - fused.memory.backward_s)[0] == pytest.approx(once_s)
 
 
+def test_tokens_sorted_by_gathers_and_sums_move_more_than_by_a_kernel() -> None:
+    """Unless the dispatcher's kernel does it; the factor multiplies that of all operations."""
+    shape, slower = (
+        block_shapes(MODEL)[Block.MOE],
+        replace(PROBLEM, framework=FRAMEWORK.changed(permute_bytes_factor=3)),
+    )
+    usual, found = (kernel_times(problem, batch_of(), Block.MOE, shape) for problem in (PROBLEM, slower))
+    moved = 2 * FRAMEWORK.kernels.kernel_bytes_factor * 2 * 4.0 * 4096 * 2 * 1024
+    more_s = memory_bound_s(PROBLEM, np.array([moved]))[0]
+    assert (found.memory.forward_s - usual.memory.forward_s)[0] == pytest.approx(more_s)
+    assert (found.memory.backward_s - usual.memory.backward_s)[0] == pytest.approx(more_s)
+    once = (kernel_times(problem, batch_of(dispatcher="hybridep"), Block.MOE, shape) for problem in (PROBLEM, slower))
+    assert len({times.memory.forward_s[0] for times in once}) == 1
+
+
 @pytest.mark.parametrize(("cluster", "share"), [("b200:1x8", NARROW_ATTENTION_TIME), ("h100-sxm:1x8", 1.0)])
 def test_attention_in_eight_bits_is_faster_on_blackwell(cluster: str, share: float) -> None:
     shape, problem = block_shapes(MODEL)[Block.ATTENTION], replace(PROBLEM, cluster=load_cluster(cluster))

@@ -153,6 +153,7 @@ class Kernels:
     # Recomputing a whole layer ends before its last matrix, whose output no gradient needs; tokens stay with experts.
     recompute_stops_early: bool = False
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
+    permute_bytes_factor: float = 1.0  # more of it for sorting tokens by expert and back: times the above
     bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
@@ -172,7 +173,7 @@ class Kernels:
         check_count("widest_blackwell_head", self.widest_blackwell_head, at_most=2**16)
         _check(
             self,
-            positive=("ring_attention_factor", "kernel_bytes_factor", "rowwise_gemm_share"),
+            positive=("ring_attention_factor", "kernel_bytes_factor", "permute_bytes_factor", "rowwise_gemm_share"),
             selective_recompute_share=(0, 1),
         )
 

@@ -193,7 +193,8 @@ def _kernel_factors(problem: Problem, batch: PlanBatch, names: Iterable[str]) ->
     factors |= dict.fromkeys(factors.keys() & {"expert_limits", "expert_biases", "stored_cast"}, slower)
     if "permute" in factors:
         # In one kernel of the dispatcher, or in several.
-        factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, usual)
+        apart = usual * problem.framework.kernels.permute_bytes_factor
+        factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, apart)
         factors["permute"] = factors["permute"] * np.where(batch.token_dropping, DROPPING_PERMUTE, 1.0)
     return factors
 
