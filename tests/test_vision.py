@@ -95,6 +95,7 @@ KINDS = (
     *("instructblipvideo", "kosmos-2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer"),
     *("nemotron_h_omni", "ovis2", "pp_chart2table", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker", "step3p7"),
     *("video_llama_3", "video_llava", "mllama", "kosmos-2.5", "blip", "idefics"),
+    *("janus", "deepseek_vl_hybrid", "unlimited_ocr", "mistral_large4", "lfm3_vl"),
 )
 
 

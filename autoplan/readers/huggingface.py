@@ -142,8 +142,13 @@ def _rules(kind: str) -> dict[str, Any]:
 def _source_encoder(table: dict[str, Any], kind: str) -> dict[str, Any]:
     """Return the `Encoder` fields of an encoder-decoder, by default those of the decoder."""
     rules = _rules(kind)
-    fields = _spec_fields(Keys(config=_stack(table, "encoder"), kind=kind, rules=merged(rules, rules["source"])))
+    keys = Keys(config=_stack(table, "encoder"), kind=kind, rules=merged(rules, rules["source"]))
+    fields = _spec_fields(keys)
     around = {"patches": 0, "image_tokens": 0, "embedding": "shared", **fields.pop("encoder", {})}
+    if "around" in keys.rules:
+        around |= {"embedding": "matrix", **described(keys)._asdict()}
+        fields["vocab_size"] = around.pop("patch_numbers")
+        around = {name: value for name, value in around.items() if name not in ("window", "full_attention_interval")}
     return {"layers": {**fields, "name": kind, "bidirectional": True, "cross_attention": False}, **around}
 
 

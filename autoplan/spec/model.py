@@ -30,6 +30,7 @@ class Block(StrEnum):
     ENCODER_WINDOW_ATTENTION = "encoder_window_attention"
     ENCODER_MLP = "encoder_mlp"
     ENCODER_MOE = "encoder_moe"
+    ENCODER_CONVOLUTION = "encoder_convolution"
 
 
 # Blocks with softmax attention.
@@ -41,6 +42,7 @@ ENCODER_BLOCKS = {
     Block.WINDOW_ATTENTION: Block.ENCODER_WINDOW_ATTENTION,
     Block.MLP: Block.ENCODER_MLP,
     Block.MOE: Block.ENCODER_MOE,
+    Block.CONVOLUTION: Block.ENCODER_CONVOLUTION,
 }
 
 # Symbols of `layer_pattern`: * M - E are those of Megatron-Core's hybrid models.
@@ -234,7 +236,9 @@ class Encoder:
             for size in sizes:
                 check_count(f"encoder.projector[{at}]", size, at_most=MAX_SIZE)
         if strange := {block for layer in self.layers.layers for block in layer} - set(ENCODER_BLOCKS):
-            raise InputError(f"encoder.layers may be made of attention, mlp and moe, not of {min(strange)}")
+            raise InputError(
+                f"encoder.layers may be made of attention, convolution, mlp and moe, not of {min(strange)}"
+            )
         if self.layers.encoder is not None:
             raise InputError("encoder.layers must have no encoder of their own")
 
@@ -360,8 +364,8 @@ class ModelSpec:
         check_count("attention_streams", self.attention_streams, at_most=2)
         check_count("token_types", self.token_types, at_least=0, at_most=10**4)
         check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
-        if self.bidirectional and (self.linear_attention or self.layer_pattern):
-            raise InputError("bidirectional attention goes with neither linear_attention nor layer_pattern")
+        if self.bidirectional and (self.linear_attention or "M" in (self.layer_pattern or "")):
+            raise InputError("bidirectional attention goes with neither linear_attention nor M in layer_pattern")
         if self.linear_attention and self.layer_pattern is None and self.window is not None:
             raise InputError("linear_attention goes with window in a layer_pattern (L and W) only")
         if self.position_embedding in ("learned", "relative") and not self.max_positions:
