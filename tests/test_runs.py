@@ -339,15 +339,6 @@ def test_activations_of_layers_on_the_host_are_in_the_plan_of_a_run(tmp_path: Pa
     assert predict(half).peak_memory_gib < predict(third).peak_memory_gib < predict(plain).peak_memory_gib
 
 
-def test_recipes_that_pack_samples_for_fine_tuning_do_not_interleave(tmp_path: Path) -> None:
-    row = LLAMA | {"framework": "NeMo 24.07/Megatron-Core", "vp": "", "global_batch": "64"}
-    rows = (row, row | {"id": "packed", "options": "packed=1"})
-    whole, packed = (run.plan for run in runs_of(tmp_path, *rows))
-    assert whole is not None
-    assert packed is not None
-    assert (whole.vp > 1, packed.vp) == (whole.pp > 1, 1)
-
-
 def test_what_a_recipe_chose_goes_before_what_recipes_usually_choose(tmp_path: Path) -> None:
     experts = {"num_experts": "128", "experts_per_token": "8", "expert_ffn_size": "1536", "ep": "8"}
     chosen = "dispatcher=deepep;ep_overlap=1;grad_reduce_overlap=0;recompute_modules=moe_act+layernorm;tp_overlap=0"

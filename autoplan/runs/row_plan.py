@@ -67,10 +67,7 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     sharding, shard, offload = _sharding(row, recipe, dp)
     micro_batch = row.integer("micro_batch", _usual_micro_batch(row, recipe, pp, dp))
     global_batch = row.integer("global_batch", micro_batch * dp)
-    vp = (
-        row.integer("vp", _usual_vp(row, problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MAX_DEGREE)
-        or 1
-    )
+    vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MAX_DEGREE) or 1
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
     recompute, num_repeated = _recompute(row, problem)
@@ -224,15 +221,11 @@ def _usual_ep(problem: Problem, num_gpus: int, pp: int) -> int:
     return 1 if fits else math.gcd(moe.num_experts, num_gpus // pp)
 
 
-def _usual_vp(row: Row, problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) -> int:
-    """Default `vp`: 1, or as many chunks as a stage has layers.
-
-    Recipes that pack samples for fine-tuning do not interleave (NeMo-Framework-Launcher 0da9ad9,
-    conf/peft/llama/sft.yaml).
-    """
+def _usual_vp(problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) -> int:
+    """Default `vp`: 1, or as many chunks as a stage has layers."""
     model = problem.model
     can = pp > 1 and model.moe is None and model.num_layers % pp == 0 and num_microbatches % pp == 0
-    return model.num_layers // pp if can and recipe.interleaves_layers and not row.option("packed", False) else 1
+    return model.num_layers // pp if can and recipe.interleaves_layers else 1
 
 
 def _usual_recompute(problem: Problem) -> Recompute:
