@@ -102,6 +102,8 @@ WIDER: dict[str, Any] = {
     "layer_types": [*["sliding_attention"] * 5, "full_attention"],
 }
 
+SHARED_VALUES = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+BESIDE_EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24}
 HYBRID_LAYERS = ["linear_attention", "linear_attention", "full_attention"] * 2
 
 # (name of the case, model_type, what differs from SIZES).  Odd sizes, so that no two terms can stand in for each other.
@@ -334,6 +336,12 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         {"mamba_d_ssm": 80, "mamba_n_heads": 8, "mamba_d_head": 10, "mamba_d_state": 20, "head_dim": 20},
     ),
     ("gemma4_text", "gemma4_text", {**WIDER, "vocab_size_per_layer_input": 77, "hidden_size_per_layer_input": 14}),
+    ("gemma4_text-values", "gemma4_text", {**WIDER, "hidden_size_per_layer_input": 0, **SHARED_VALUES}),
+    (
+        "gemma4_text-experts",
+        "gemma4_text",
+        {**WIDER, "hidden_size_per_layer_input": 0, **SHARED_VALUES, **BESIDE_EXPERTS},
+    ),
     ("gemma4_unified_text", "gemma4_unified_text", WIDER),
     (
         "inkling_text",

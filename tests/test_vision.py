@@ -122,6 +122,23 @@ def test_parameters_are_those_of_transformers(kind: str) -> None:
     assert spec.left_out == ""
 
 
+def test_a_file_without_the_sizes_of_a_q_former_has_those_of_its_class() -> None:
+    transformers = pytest.importorskip("transformers")
+    table = json.loads(json.dumps(transformers.AutoConfig.for_model("blip-2").to_dict(), default=str))
+    bare = {"vision_config": {"model_type": "blip_2_vision_model"}, "qformer_config": {"model_type": "blip_2_qformer"}}
+    assert read_huggingface(table | bare, "bare") == read_huggingface(table, "bare")
+
+
+def test_an_encoder_of_gemma_4_has_the_parameters_of_transformers() -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model("gemma4", vision_config={"num_hidden_layers": 2})
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), "gemma4")
+    assert count_parameters(spec) == sum(parameter.numel() for parameter in model.parameters())
+    assert not spec.left_out
+
+
 HEARING = (
     "qwen2_audio",
     "voxtral",

@@ -219,12 +219,14 @@ def _spec_fields(keys: Keys) -> dict[str, Any]:
     _check_only(keys)
     entries = key_table()["common"] | dict(field_entries(keys.rules))
     result: dict[str, Any] = {}
+    switches = keys.rules.get("switch", {})
     pattern = layer_pattern(keys) if "layer_pattern" in entries or "hybrid" in keys.rules else None
     if pattern is not None:
         entries |= {"layer_pattern": pattern, "num_layers": len(pattern)}
     for field, entry in entries.items():
         part, _, inner = field.rpartition(".")
         is_unused = pattern is not None and _SYMBOL_OF.get(part or field, "") not in pattern
+        is_unused |= part in switches and keys.assumed(switches[part]) is not True
         value = (
             pattern
             if field == "layer_pattern"
