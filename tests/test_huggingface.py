@@ -671,7 +671,8 @@ def test_parameters_of_published_checkpoints(checkpoint: dict[str, Any]) -> None
     with_mtp = checkpoint.get("with_mtp", False)
     # A prediction layer is published with copies of both embeddings.
     copies = 2 * spec.vocab_size * spec.hidden_size * with_mtp
-    assert count_parameters(spec, with_mtp=with_mtp) + copies == pytest.approx(checkpoint["parameters"], rel=1e-4)
+    rel = 0.01 if checkpoint["source"] == "card" else 1e-4  # cards round
+    assert count_parameters(spec, with_mtp=with_mtp) + copies == pytest.approx(checkpoint["parameters"], rel=rel)
     assert not spec.left_out
 
 
