@@ -80,7 +80,15 @@ def test_a_published_config_has_the_parameters_of_its_checkpoint(flan: ModelSpec
 KINDS = (
     *("bart", "mbart", "plbart", "mvp", "blenderbot", "blenderbot-small", "pegasus", "marian", "m2m_100", "fsmt"),
     *("t5", "mt5", "umt5", "t5gemma", "whisper", "bigbird_pegasus", "led", "longt5", "pegasus_x"),
-    *("switch_transformers", "nllb-moe", "encoder-decoder", "vision-encoder-decoder", "pix2struct", "pp_formulanet"),
+    *(
+        "switch_transformers",
+        "nllb-moe",
+        "encoder-decoder",
+        "vision-encoder-decoder",
+        "pix2struct",
+        "pp_formulanet",
+        "udop",
+    ),
 )
 # Of which transformers' classes have experts of their own; and two BERTs.
 SMALL_MIXTURES: dict[str, dict[str, Any]] = {
@@ -95,7 +103,7 @@ def _built(kind: str, sizes: dict[str, Any]) -> tuple[Any, ModelSpec]:
 
     config = transformers.AutoConfig.for_model(kind, attn_implementation="eager", **sizes)
     config.decoder_start_token_id = 0
-    names = dict.fromkeys(("vision-encoder-decoder", "pix2struct", "pp_formulanet"), "ImageTextToText") | {
+    names = dict.fromkeys(("vision-encoder-decoder", "pix2struct", "pp_formulanet", "udop"), "ImageTextToText") | {
         "whisper": "SpeechSeq2Seq"
     }
     auto = getattr(transformers, f"AutoModelFor{names.get(kind, 'Seq2SeqLM')}")

@@ -451,7 +451,7 @@ NOT_BUILT = {
     *("glm4v_text", "glm4v_moe_text", "qwen2_5_vl_text", "qwen2_vl_text", "qwen3_vl_moe_text", "qwen3_vl_text"),
     *("qwen2_5_vl", "qwen2_vl", "kosmos_2_text_model", "step3p5", "ernie4_5_vl_moe_text", "muse_glimmer_text"),
     *("mllama_text_model", "kosmos_2_5_text_model", "blip_text_model", "idefics", "voxtral_realtime_text"),
-    *("pix2struct", "pp_formulanet"),  # which test_encoder_decoders.py compares
+    *("pix2struct", "pp_formulanet", "udop"),  # which test_encoder_decoders.py compares
     *("git", "mistral_large4_text", "unlimited_ocr_text"),  # which test_vision.py compares
 }
 
@@ -517,7 +517,7 @@ def test_refusals_name_the_part_that_is_not_covered() -> None:
         with pytest.raises(InputError, match=f"{kind}.*{part}.*not covered"):
             read_huggingface({"model_type": kind, "hidden_size": 64}, "model")
     for kind, part in (
-        ("udop", "relative attention bias"),
+        ("pop2piano", "relative attention bias"),
         ("prophetnet", "predicts ahead"),
         ("new", "cross attention"),
     ):
