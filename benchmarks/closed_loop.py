@@ -73,6 +73,18 @@ RANKS = default_num_ranks() if HAS_GPUS else 2
 GLOBAL_BATCH = 8 * max(RANKS // 2, 1)
 MICRO_BATCHES = (1, 2, 4, 8)
 HOST_MODELS = {
+    "tiny": (
+        ModelSpec(name="tiny", num_layers=16, hidden_size=192, vocab_size=1024, num_heads=6, ffn_size=512),
+        64,
+    ),
+    "small": (
+        ModelSpec(name="small", num_layers=8, hidden_size=256, vocab_size=4096, num_heads=4, ffn_size=768),
+        128,
+    ),
+    "medium": (
+        ModelSpec(name="medium", num_layers=4, hidden_size=512, vocab_size=8192, num_heads=8, ffn_size=1408),
+        128,
+    ),
     "deep": (
         ModelSpec(name="deep", num_layers=16, hidden_size=192, vocab_size=1024, num_heads=6, ffn_size=512),
         64,

@@ -12,14 +12,14 @@ from autoplan.base.files import decode
 from autoplan.base.values import parse_tokens
 from autoplan.cli import make_app
 from autoplan.spec.plan_file import PlanFile
-from test_cli import LLAMA
+from model_specs import LLAMA_CONFIG
 
 SEARCH = ("--cluster", "h100-sxm:2x4", "--global-batch", "16", "--seq-len", "4096", "--force", "--quiet")
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA_CONFIG))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")
     return tmp_path

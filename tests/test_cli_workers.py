@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from commands import run
+from model_specs import LLAMA_CONFIG
 from stores import postgres_schema
-from test_cli import LLAMA, run
 
 SEARCH = ("search", "llama.json", "--cluster", "h100-sxm:1x8", "--global-batch", "16", "--seq-len", "4096")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "llama.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "llama.json").write_text(json.dumps(LLAMA_CONFIG))
     return tmp_path
 
 

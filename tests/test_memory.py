@@ -1002,14 +1002,15 @@ def test_all_states_on_the_host_leave_none_on_the_device_but_what_is_gathered(fr
     batch = PlanBatch.of(plans, problem.model.num_layers)
     blocks = stage_blocks(problem.model, batch, 1)
     parameters = stage_parameters(problem, batch, blocks)
-    terms = stage_memory(problem, batch, blocks, parameters).terms
+    memory = stage_memory(problem, batch, blocks, parameters)
+    terms = memory.terms
     states = sum(terms[name][:, 0] for name in ("weights", "gradients", "optimizer"))
     own = 8.03e9 / 8
     assert states[0] >= 15.9 * own
     # Of gradients no more than those of a layer and the head before they are reduced.
     assert states[1] < 2 * 4 * 0.53e9
     assert terms["weights"][1, 0] == terms["optimizer"][1, 0] == 0.0
-    on_host = host_bytes(problem, batch, parameters)
+    on_host = host_bytes(problem, batch, parameters, memory.offloaded_bytes)
     per_parameter = problem.framework.memory.bytes_per_weight + problem.framework.memory.bytes_per_grad
     per_parameter += optimizer_bytes(problem, batch)[0]
     assert on_host[1] - on_host[0] == pytest.approx(8 * own * per_parameter, rel=1e-3)
