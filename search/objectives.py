@@ -18,6 +18,7 @@ from autoplan.base.names import suggestion
 from autoplan.base.units import check_positive
 from autoplan.cost.energy import step_energy_j, waiting_power_w
 from autoplan.cost.goodput import Reliability
+from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.kernels.sequences import useful
 from autoplan.search.ranking import seconds_per_sequence
 from autoplan.spec.estimate import CostEstimate
@@ -173,6 +174,11 @@ def figures_at(
     cluster, seq_len = problem.cluster, useful(problem.training).tokens
     devices = cluster.num_devices
     goodput = run.reliability.goodput(devices)
+    delivered_s, _ = slowest_input(problem.training, cluster.num_nodes)
+    if delivered_s > seconds_per_sequence:
+        if joules_per_sequence is not None:
+            joules_per_sequence += waiting_power_w(cluster) * (delivered_s - seconds_per_sequence)
+        seconds_per_sequence = delivered_s
     tokens_per_s = seq_len / seconds_per_sequence
     hours_per_token = devices / 3600.0 / (tokens_per_s * goodput)
     price = cluster.price_per_device_hour

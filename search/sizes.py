@@ -13,6 +13,7 @@ import numpy as np
 
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import format_days, format_tokens
+from autoplan.cost.input_rate import with_input
 from autoplan.search.advice import check_result, why_empty
 from autoplan.search.bounds import group_bounds
 from autoplan.search.excluded_options import with_excluded_options
@@ -95,7 +96,12 @@ def search_sizes(
             results[size.num_nodes] = result
             plans = result.ranked[:1] if is_time_alone else result.ranked
             run_plans = [
-                RunPlan(num_nodes=size.num_nodes, plan=plan, figures=figures(size.problem, run, plan)) for plan in plans
+                RunPlan(
+                    num_nodes=size.num_nodes,
+                    plan=with_input(size.problem, plan),
+                    figures=figures(size.problem, run, plan),
+                )
+                for plan in plans
             ]
             outcomes.append(_outcome(size, run_plans, objectives, run))
             front = _front([*front, *(plan for plan in run_plans if run.admits(plan.figures))], objectives)

@@ -42,7 +42,7 @@ def found() -> SearchResult:
 def test_every_term_of_a_step_belongs_to_one_component_or_to_all() -> None:
     named = [name for names in COMPONENTS.values() for name in names]
     assert len(set(named)) == len(named)
-    assert set(STEP_TERMS) - set(named) == {"stragglers", "uneven_lengths"}
+    assert set(STEP_TERMS) - set(named) == {"stragglers", "uneven_lengths", "input"}
 
 
 def test_a_ratio_is_as_unsure_as_what_the_plans_spend_on_different_things() -> None:

@@ -12,6 +12,7 @@ from autoplan.api.results import Result, Table
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import encode
 from autoplan.base.units import check_count
+from autoplan.cost.input_rate import with_input
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.rules import Rule, broken
@@ -134,7 +135,8 @@ class LaunchStart:
     def compared(self, problem: Problem, file: PlanFile, result: SearchResult) -> CurrentPlan:
         """Compare the plan of the launch file with the best one, in `file`."""
         plan, launch = self.plan, self.launch
-        priced = None if _broken(problem, plan, universal.RULES) else prices(problem, [plan])[0]
+        priced = None if _broken(problem, plan, universal.RULES) else with_input(problem, prices(problem, [plan])[0])
+        rivals = [with_input(problem, rival) for rival in result.rivals]
         difference = Difference(
             problem=problem, rules=book_of(problem.framework).rules, before=plan, after=file.best.plan
         )
@@ -149,7 +151,7 @@ class LaunchStart:
             broken=_faults(problem, plan),
             priced=priced,
             gap=compared(priced, file.best) if priced else None,
-            num_faster=sum(pace(rival) < pace(priced) * (1 - TIE) for rival in result.rivals) if priced else 0,
+            num_faster=sum(pace(rival) < pace(priced) * (1 - TIE) for rival in rivals) if priced else 0,
             changes=axis_changes,
             walk=steps,
             options=(),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,9 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction
 from autoplan.spec.timing import NO_TIMINGS
 from autoplan.topology.cluster import ClusterSpec
+
+REPLICA_AXES = ("dp_replicate", "dp_shard", "global_batch", "placement")  # in which a series of runs may differ
+STALLED = 0.9  # of the speedup that Amdahl's law allows; repeated runs differ less
 
 # -- predictions ------------------------------------------------------------------------------------------------------
 
@@ -177,14 +181,18 @@ def calibrate(runs: str | Path) -> CalibrateResult:
     """
     path = Path(runs)
     steps = {outcome.id: outcome.step_s for outcome in read_outcomes(path) if outcome.is_finished}
-    measured, kinds, left_out = [], set(), []
+    measured, names, kinds, left_out = list[MeasuredRun](), list[str](), set(), []
     for run in read_runs(path):
         if (step_s := steps.get(run.id)) is None:
             continue
         if run.problem is None or run.plan is None:
             left_out.append(f"{run.id} is left out: {run.refusal}")
             continue
+        if run.is_input_bound:
+            left_out.append(f"{run.id} is left out: it is marked as input_bound")
+            continue
         measured.append(MeasuredRun(problem=run.problem, plan=run.plan, step_s=step_s))
+        names.append(run.id)
         kinds.add(f"{run.problem.framework.name} on {run.problem.cluster.device.name}")
     if len(measured) < MIN_RUNS:
         raise InputError(f"{path}: {len(measured)} finished runs that can be priced, a calibration needs {MIN_RUNS}")
@@ -196,8 +204,33 @@ def calibrate(runs: str | Path) -> CalibrateResult:
         runs=len(measured),
         median_error_before=fitted.median_error_before,
         median_error=fitted.median_error,
-        warnings=tuple(left_out),
+        warnings=(*left_out, *_stalled(names, measured)),
     )
+
+
+def _stalled(names: Sequence[str], runs: Sequence[MeasuredRun]) -> Iterator[str]:
+    """Yield a warning for each run that scales worse than Amdahl's law allows from two runs on fewer devices.
+
+    Runs are compared if they differ in the number of replicas alone.  A serial share of the work, such as exposed
+    communication, cannot explain such a run; a loader can, which the devices share.
+    """
+    series = defaultdict[Hashable, list[tuple[int, float, str]]](list)
+    for name, run in zip(names, runs, strict=True):
+        plan, training = run.plan, run.problem.training
+        layout = [getattr(plan, item.name) for item in fields(plan) if item.name not in REPLICA_AXES]
+        key = (run.problem.model.name, training.seq_len, training.precision, *layout)
+        series[key].append((plan.num_devices, plan.global_batch / run.step_s, name))
+    for members in series.values():
+        (first, rate, _), *larger = sorted(members)
+        speedups = [(devices / first, faster / rate, name) for devices, faster, name in larger if devices > first]
+        for times, speedup, name in speedups[1:]:
+            serial = max(0.0, (1 / speedups[0][1] - 1 / speedups[0][0]) / (1 - 1 / speedups[0][0]))
+            allowed = 1 / (serial + (1 - serial) / times)
+            if speedup < STALLED * allowed:
+                yield (
+                    f"{name} is {speedup:.2f} times as fast on {times:g} times the devices, while Amdahl's law from "
+                    f"two smaller runs allows {allowed:.2f}: if it waited for samples, set input_bound to 1 in its row"
+                )
 
 
 # -- past runs, from their logs ---------------------------------------------------------------------------------------

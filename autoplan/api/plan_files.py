@@ -18,6 +18,7 @@ from autoplan.base.files import decode, is_file, read_table
 from autoplan.base.urls import command_line
 from autoplan.base.version import __version__
 from autoplan.cost.estimate import estimate, stage_costs
+from autoplan.cost.input_rate import with_input
 from autoplan.cost.provenance import shares
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
@@ -130,6 +131,7 @@ def make_plan_file(
     command: str | None = None,
 ) -> PlanFile:
     """Return the plan file of `plans`, best first; `timings` names the source of the measured timings."""
+    plans = [with_input(problem, plan) for plan in plans[: 1 + KEPT_ALTERNATIVES]]
     best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
     listed = replace(best, placement=None)
     return PlanFile(
@@ -140,14 +142,14 @@ def make_plan_file(
         calibration=problem.calibration,
         best=plans[0],
         stages=stage_costs(problem, plans[0].plan),
-        alternatives=tuple(plans[1 : 1 + KEPT_ALTERNATIVES]),
+        alternatives=tuple(plans[1:]),
         certificate=certificate,
         timings=timings,
         pinned=PinnedTimings.of(problem.timings, with_times=timings == "db") if timings else None,
         rests_on={name: float(share[0]) for name, share in shares(problem, best).items()},
         hosts=hosts(problem.cluster, plans[0].plan),
         listed_step_s=float(estimate(problem, listed).step_s[0]) if best.placement else None,
-        choice=choice,
+        choice=None if plans[0].terms_s["input"] else choice,  # plans that wait for samples are equally fast
         run=run,
         space=space,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack, get_args
@@ -11,7 +11,7 @@ from autoplan.api.calibrations import calibration_of, check_fitted
 from autoplan.api.timings import with_timings
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
-from autoplan.base.units import check_count
+from autoplan.base.units import check_count, check_positive
 from autoplan.base.values import parse_batches, parse_size
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks import presets
@@ -29,6 +29,7 @@ from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
+from autoplan.spec.input_rate import InputRate, parse_input_rate
 from autoplan.spec.lengths import Lengths
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.model import ModelSpec
@@ -58,6 +59,10 @@ class ProblemOptions(TypedDict, total=False):
     # A text such as "lora:r=16,targets=all-linear" or "qlora:r=64"; adapter_config.json, or a YAML of axolotl,
     # LLaMA-Factory or TRL.
     finetune: str | Path | FineTuning | None
+    # Of storage, tokenisation and loader, in all or per node: "5000samples/s", "400ktokens/s/node", "2GB/s/node"; the
+    # slowest of several counts.
+    input_rate: str | Sequence[str] | None
+    sample_size: str | float | None  # bytes that are read for a sample: a number, or a text such as "150kB"
     lora_rank: int | None  # of adapters on frozen weights
     lora_targets: str | None  # modules with adapters, as PEFT calls them, joined by commas; or "all-linear"
     expert_imbalance: float | None  # tokens of the busiest rank of experts over their mean, 1 to 1000
@@ -168,6 +173,8 @@ def make_mixed_problem(
 ) -> MixedProblem:
     """Return the problem of training `model` on a mixed cluster, whose parts are priced as by `make_problem`."""
     parts = _parts(model, seq_len, options)
+    if parts.training.input_rates:
+        raise InputError("--input-rate is not priced on mixed clusters: leave it out")
     alone = [make_problem(parts.model, cluster=part, seq_len=seq_len, **options) for part in cluster.parts]
     return MixedProblem(
         **parts._asdict(),
@@ -201,6 +208,8 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     for name in ("document_len", "expert_imbalance", "batching"):
         if (value := options.get(name)) is not None:
             table[name] = value
+    if rates := _input_rates(options):
+        table["input_rates"] = [asdict(rate) for rate in rates]
     if preference := preference_of(options.get("finetune"), options.get("loss"), options.get("reference")):
         table["preference"] = asdict(preference)
     has_adapters = tuning is not None and tuning.has_adapters
@@ -218,6 +227,16 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         framework=load_framework(options.get("framework", usual)),
         reserve_bytes=reserve_bytes,
     )
+
+
+def _input_rates(options: ProblemOptions) -> list[InputRate]:
+    rates, size = options.get("input_rate") or (), options.get("sample_size")
+    if size is not None and not rates:
+        raise InputError("--sample-size is for a rate in bytes: give --input-rate too, such as 2GB/s/node")
+    sample_bytes = parse_size(size) if isinstance(size, str) else size
+    if sample_bytes is not None:
+        check_positive("--sample-size", sample_bytes)
+    return [parse_input_rate(text, sample_bytes) for text in ([rates] if isinstance(rates, str) else rates)]
 
 
 def _with_encoded(model: ModelSpec, options: ProblemOptions) -> ModelSpec:

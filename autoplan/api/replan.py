@@ -16,6 +16,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import encode
 from autoplan.base.units import check_positive, format_seconds
 from autoplan.cost.estimate import estimate
+from autoplan.cost.input_rate import with_input
 from autoplan.cost.memory.stage_memory import checkpoint_bytes
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.ranking import ranked
@@ -182,5 +183,5 @@ def _same_layout(problem: Problem, plan: ParallelPlan, flags: SpaceFlags) -> Ran
             continue
         batch = PlanBatch.of([fewer], problem.model.num_layers)
         if legal(space_of(sized, flags).rules, sized.workload, batch)[0]:
-            return ranked(sized, estimate(sized, batch), [0])[0]
+            return with_input(sized, ranked(sized, estimate(sized, batch), [0])[0])
     return None

@@ -230,7 +230,8 @@ def _best_step(question: _Question) -> PlanResult:
     if question.why:
         choice = replace(choice, sensitivity=flips, obvious=baseline_plans(problem, space, result))
     file = question.file(problem, result.rivals, result.certificate, choice=choice)
-    file = replace(file, allowances=allowances(problem, space, result.rivals[0]))
+    if not file.best.terms_s["input"]:
+        file = replace(file, allowances=allowances(problem, space, result.rivals[0]))
     if started:
         file = replace(file, today=started.compared(problem, file, result))
     return _result(file, problem)

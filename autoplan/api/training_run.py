@@ -110,6 +110,8 @@ def search_run(
     """
     run = make_run(options)
     objectives = find_objectives(options.get("objectives") or [default_objective(run)])
+    if problem.training.input_rates and any(objective.measure == "energy" for objective in objectives):
+        raise InputError("--objective energy-per-token ranks steps that wait for no samples: leave --input-rate out")
     problem = priced(problem, options.get("price"))
     nodes = options.get("nodes")
     if nodes is not None:

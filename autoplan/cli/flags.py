@@ -133,6 +133,15 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             choices=BATCHINGS,
         ),
         _shared(
+            "input_rate",
+            "RATE",
+            "Rate at which storage, tokenisation or loader deliver, in all or per node: 5000samples/s, "
+            "400ktokens/s/node, 2GB/s/node. Of several (repeatable), the slowest counts.",
+            kind=list[str],
+            unset="faster than any step",
+        ),
+        _shared("sample_size", "SIZE", "Bytes read for a sample, such as 150kB, for an --input-rate in bytes."),
+        _shared(
             "loss",
             "NAME",
             "Loss on pairs of answers: dpo, or reward for a reward model.",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 PROBLEM_FLAGS = (
     *("precision", "attention", "framework", "calibration", "timings", "reserve_memory"),
     *("finetune", "lora_rank", "lora_targets", "quantize", "optimizer", "document_len", "expert_imbalance"),
-    *("lengths", "batching", "loss", "reference", "images", "image_tokens", "encoder_len"),
+    *("input_rate", "sample_size", "lengths", "batching", "loss", "reference", "images", "image_tokens", "encoder_len"),
 )
 RUN_FLAGS = (
     *("nodes", "tokens", "deadline", "gpu_hours", "price", "device_mtbf", "checkpoint_time", "restart_time", "pue"),

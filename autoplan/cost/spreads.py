@@ -26,10 +26,10 @@ from autoplan.base.units import check_positive
 from autoplan.spec.calibration import TIME_SPREADS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.terms import COMPONENTS, OTHER_RANKS, TRAFFIC_TERMS
+from autoplan.spec.terms import COMPONENTS, LAST_WAITS, TRAFFIC_TERMS
 
 # Terms other than exposed traffic, launches and end of the step: kernels, and waiting in a pipeline.
-UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", *OTHER_RANKS)
+UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", *LAST_WAITS)
 
 HARD = tuple(name for name in COMPONENTS if name != "kernels")
 NOVELTIES = ("framework", "generation", "model", "precision", "size")

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds, format_two_figures
+from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.cost.kernels.sequences import tokens_per_sample, useful
 from autoplan.report.ranking import MIN_OFF, SHOWN_PLANS, choice_lines, print_ranking, reasons, slower, why_first
@@ -119,6 +120,8 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
         f"{best.tokens_per_s_per_device:,.0f} tokens/s per device, MFU {format_percent(best.mfu)} of "
         f"{format_flops(peak)} ({name} peak)",
     )
+    if text := input_text(file):
+        yield "input", text
     yield "memory", _memory(file)
     host = file.cluster.host.memory_bytes
     if best.plan.offload != "none" or best.host_memory_bytes > SHOWN_HOST_SHARE * host:
@@ -152,6 +155,23 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     idle = best.terms_s.get("uneven_lengths", 0.0) / best.step_s
     waiting = f"ranks wait for longer samples for {format_percent(idle)} of the step"
     yield "", f"{training.batching}: {', '.join(words)}; {waiting}"
+
+
+def input_text(file: PlanFile) -> str:
+    """Say whether steps wait for samples, and by which factor the input is too slow; blank without an input rate."""
+    best = file.best
+    delivered_s, rate = slowest_input(file.training, file.cluster.num_nodes)
+    if rate is None:
+        return ""
+    wait_s = best.terms_s["input"]
+    computed_s, batch_s = best.step_s - wait_s, best.plan.global_batch * delivered_s
+    if not wait_s:
+        return f"{rate} deliver a batch in {format_seconds(batch_s)}, while a step computes"
+    ways = "more nodes bring more" if rate.per_node else "more devices do not help"
+    return (
+        f"input-bound: {rate} are {format_two_figures(batch_s / computed_s)} times too slow for devices that compute "
+        f"a step in {format_seconds(computed_s)} and wait for {format_percent(wait_s / best.step_s)} of it; {ways}"
+    )
 
 
 def allowance_text(allowance: Allowance) -> str:

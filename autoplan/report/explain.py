@@ -28,7 +28,7 @@ from autoplan.spec.explanation import AxisChange, Explanation, MixedExplanation,
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.terms import OTHER_RANKS
+from autoplan.spec.terms import LAST_WAITS
 
 SHOWN_CHANGES = 12
 UNSPOKEN = {"layers", "rank_order", "nodes"}  # axes that --versus does not support
@@ -94,7 +94,7 @@ def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequenc
         kinds.setdefault((place.kind, place.part, *cost.terms_s.values(), cost.memory_bytes), []).append(stage)
     groups = [*kinds.values()][:MAX_MEMORY_COLUMNS]
     firsts = [group[0] for group in groups]
-    after = (*END_OF_STEP, *OTHER_RANKS)
+    after = (*END_OF_STEP, *LAST_WAITS)
     pipeline_s = sum(value for name, value in best.terms_s.items() if name not in after)
     rows = []
     for name, value in best.terms_s.items():

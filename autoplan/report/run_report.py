@@ -135,5 +135,6 @@ def _plan(row: Row) -> str:
     if row.best is None:
         return row.why
     risk = "" if row.best.plan.verdict == "fits" else "may run out of memory"
-    remarks = "; ".join(remark for remark in (risk, row.why) if remark)
+    bound = "input-bound" if row.best.plan.terms_s.get("input") else ""
+    remarks = "; ".join(remark for remark in (risk, bound, row.why) if remark)
     return row.best.plan.plan.describe() + (f" ({remarks})" if remarks else "")

@@ -18,13 +18,13 @@ from autoplan.base.units import format_percent, format_seconds
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.terms import OTHER_RANKS, TERMS, UPDATE_TERMS
+from autoplan.spec.terms import LAST_WAITS, TERMS, UPDATE_TERMS
 
 MIN_GAP = 5e-4  # relative difference of two steps below which they are level; less would show as 0.0 %
 MIN_TEXT = 16  # minimum width of text cells; columns of numbers are omitted first
 MIN_SHOWN_S = 5e-8  # less would show as 0.0 us
 END_OF_STEP = (*UPDATE_TERMS, "overhead")
-WAITS = ("pipeline_bubble", "pipeline_send", *OTHER_RANKS)
+WAITS = ("pipeline_bubble", "pipeline_send", *LAST_WAITS)
 MAX_MEMORY_COLUMNS = 8
 MEMORY_NAMES = {
     "weights": "weights",

@@ -14,7 +14,7 @@ from autoplan.report.answer import print_answer
 from autoplan.report.terminal import MIN_SHOWN_S, print_next_steps, print_part, print_table, term_name
 from autoplan.spec.needed_times import NeededTime, RecordFacts, StepSources
 from autoplan.spec.plan_file import PlanFile
-from autoplan.spec.terms import OTHER_RANKS, TERMS
+from autoplan.spec.terms import LAST_WAITS, TERMS
 from autoplan.spec.timing import TimeSource
 
 # (header, whether cells are numbers)
@@ -90,7 +90,7 @@ def _term_of(need: NeededTime, sources: StepSources) -> str:
     """Return the term with the largest share of a time; blank if it only counts together with others."""
     return max(
         need.terms,
-        key=lambda name: -1.0 if name in OTHER_RANKS else sources.terms_s.get(name, 0.0) * (need.terms[name] or 1.0),
+        key=lambda name: -1.0 if name in LAST_WAITS else sources.terms_s.get(name, 0.0) * (need.terms[name] or 1.0),
         default="",
     )
 

@@ -58,6 +58,7 @@ class Run:
     refusal: str
     is_invalid: bool  # the framework itself would reject it
     filled: tuple[str, ...]
+    is_input_bound: bool = False  # its steps waited for samples, which no plan explains
     doubted: Framework | None = None  # which the run may have used instead; None: no doubt
 
     def calibrated(self, calibration: Calibration) -> Run:
@@ -72,7 +73,7 @@ def read_runs(path: Path) -> Iterator[Run]:
 
 def _run(cells: dict[str, str]) -> Run:
     row = Row(cells)
-    problem, plan, refusal, invalid, doubted = None, None, "", False, None
+    problem, plan, refusal, invalid, doubted, input_bound = None, None, "", False, None, False
     try:
         recipe = recipe_of(row)
         problem = problem_of(row, recipe)
@@ -84,6 +85,7 @@ def _run(cells: dict[str, str]) -> Run:
             for name, value in row.options().items()
             if name not in READ_OPTIONS | _read_under(row, recipe)
         )
+        input_bound = row.has("input_bound") and row.flag("input_bound", False)
         refusal = _refused_by_framework(problem, plan, recipe)
         invalid = bool(refusal)
     except AutoplanError as error:
@@ -95,6 +97,7 @@ def _run(cells: dict[str, str]) -> Run:
         refusal=refusal,
         is_invalid=invalid,
         filled=tuple(row.filled),
+        is_input_bound=input_bound,
         doubted=doubted,
     )
 

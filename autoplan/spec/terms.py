@@ -54,6 +54,7 @@ TERMS = (
     Term("parameter_gather", "parameter gather", "update", "data parallel", "states"),
     Term("overhead", "fixed overhead", "end", "host", "host"),
     Term("uneven_lengths", "waiting for longer samples", "end", "wait", None),
+    Term("input", "waiting for samples", "end", "wait", None),
     Term("stragglers", "waiting for the slowest rank", "end", "wait", None),
 )
 
@@ -68,7 +69,7 @@ WORK_TERMS = _of("block", "stage")  # of a stage, in one pass or another
 PIPELINE_TERMS = _of("block", "stage", "pipeline")  # until the last backward pass is over
 UPDATE_TERMS = _of("update")  # of gradients, optimizer and parameters
 END_TERMS = _of("update", "end")  # what follows the last backward pass, one after another
-OTHER_RANKS = tuple(term.name for term in TERMS if term.part == "end" and term.stream == "wait")  # waiting for them
+LAST_WAITS = tuple(term.name for term in TERMS if term.part == "end" and term.stream == "wait")
 TRAFFIC_TERMS = tuple(  # in which links are waited for
     term.name for term in TERMS if term.component in ("tensor", "experts", "states") or term.name == "pipeline_send"
 )

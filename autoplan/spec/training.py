@@ -9,6 +9,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import check_count
 from autoplan.spec.enums import Precision, enum_value
 from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.input_rate import InputRate
 from autoplan.spec.lengths import BATCHINGS, Batching, Lengths
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.preference import Preference
@@ -36,6 +37,7 @@ class TrainingSpec:
     lengths: Lengths | None = None  # of samples; None: every sequence has `seq_len` tokens
     batching: Batching = "packed"  # how samples become sequences, where `lengths` are known
     preference: Preference | None = None  # None: the next token is learnt
+    input_rates: tuple[InputRate, ...] = ()  # of storage, tokenisation and loader; none: faster than any step
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", enum_value("precision", Precision, self.precision))

@@ -11,7 +11,7 @@ from autoplan.report.page.elements import Segment, bar, bars, folded, key, note,
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.terminal import MIN_SHOWN_S, term_name
 from autoplan.spec.estimate import PlacedStage, StageCost
-from autoplan.spec.terms import OTHER_RANKS, UPDATE_TERMS
+from autoplan.spec.terms import LAST_WAITS, UPDATE_TERMS
 
 MAX_ROWS = 20  # rows of the usual height
 
@@ -24,7 +24,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "wait": ("waiting in the pipeline", ("pipeline_bubble", "pipeline_send")),
     "end": ("end of the step", UPDATE_TERMS),
-    "host": ("host and slow ranks", ("launch", "allocator_retries", "overhead", *OTHER_RANKS)),
+    "host": ("host, slow ranks and input", ("launch", "allocator_retries", "overhead", *LAST_WAITS)),
 }
 COLOURS = {term: kind for kind, (_, terms) in KINDS.items() for term in terms}
 

@@ -1,0 +1,42 @@
+"""Steps that wait for samples: the rate of storage, tokenisation and loader as a cap on that of the devices.
+
+Loaders work ahead, so a step takes as long as its devices or as its samples, whichever is longer.  The cap is the same
+for all plans on the same nodes, so it changes no ranking; `search` therefore ranks device times and answers are capped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoplan.cost.kernels.sequences import useful
+from autoplan.spec.input_rate import InputRate
+from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.training import TrainingSpec
+
+
+def slowest_input(training: TrainingSpec, num_nodes: int) -> tuple[float, InputRate | None]:
+    """Return the seconds in which a sequence of the batch is delivered, and the rate that decides; 0 without rates."""
+    learnt = useful(training)
+    per_sequence = {"samples": learnt.samples, "tokens": learnt.tokens}
+    seconds = [
+        (per_sequence[rate.unit] / rate.amount_per_s / (num_nodes if rate.per_node else 1), rate)
+        for rate in training.input_rates
+    ]
+    return max(seconds, key=lambda pair: pair[0], default=(0.0, None))
+
+
+def with_input(problem: Problem, plan: RankedPlan) -> RankedPlan:
+    """Return the plan with the time for which its steps wait for samples; a second time changes nothing."""
+    least_s = plan.plan.global_batch * slowest_input(problem.training, problem.cluster.num_nodes)[0]
+    step_s = max(plan.step_s, least_s)
+    share = plan.step_s / step_s
+    return replace(
+        plan,
+        step_s=step_s,
+        low_s=max(plan.low_s, least_s),
+        high_s=max(plan.high_s, least_s),
+        tokens_per_s_per_device=share * plan.tokens_per_s_per_device,
+        mfu=share * plan.mfu,
+        terms_s=plan.terms_s | {"input": plan.terms_s["input"] + step_s - plan.step_s},
+    )
