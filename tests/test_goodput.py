@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.goodput import DEVICE_MTBF_S, Reliability, daly_interval_s, expected_wall_s, young_interval_s
+from autoplan.cost.goodput import (
+    DEVICE_MTBF_S,
+    Reliability,
+    daly_interval_s,
+    expected_wall_s,
+    usable_share,
+    young_interval_s,
+)
 
 LLAMA = {"mtbf_s": 11160.0, "checkpoint_s": 60.0}
 
@@ -72,6 +79,15 @@ def test_goodput_falls_with_devices_checkpoints_and_restarts(
     assert 0 < one.goodput(devices * times) < one.goodput(devices) < 1
     assert one.goodput(devices) > Reliability(checkpoint_s=checkpoint_s, restart_s=2 * restart_s).goodput(devices)
     assert one.goodput(devices) > Reliability(checkpoint_s=2 * checkpoint_s, restart_s=restart_s).goodput(devices)
+
+
+@pytest.mark.parametrize(("tensor", "share"), [(8, 99.2), (16, 98.4), (32, 96.8), (64, 93.6)])
+def test_lost_devices_stop_their_tensor_groups_or_their_replicas(tensor: int, share: float) -> None:
+    """S37: 33 of 32,768 devices lost, each in another group; every replica of 1,024 devices loses one."""
+    assert 100 * usable_share(32768, 33, tensor) == pytest.approx(share, abs=0.05)
+    assert usable_share(32768, 33, 1024) == 0.0
+    assert usable_share(32768, 33, tensor, spares=33) == 1.0
+    assert usable_share(32768, 33, tensor, spares=17) == pytest.approx(1 - 16 * tensor / 32768)
 
 
 def test_a_run_without_progress_is_refused() -> None:

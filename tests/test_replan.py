@@ -61,6 +61,9 @@ def test_the_new_plan_is_the_best_of_all_numbers_of_nodes_that_are_left(before: 
     assert found.summary.nodes_left == 3
     assert found.summary.kept_share == pytest.approx(before.best.step_s / min(steps))
     assert found.plan.plan == found.summary.after.plan
+    # One of four nodes is lost, and with it a quarter of the replicas and tensor-parallel groups, which fit in nodes.
+    assert before.plan.num_devices // before.plan.dp <= 8
+    assert (found.summary.usable_replicas, found.summary.usable_tensor_groups) == (0.75, 0.75)
 
 
 def test_the_same_layout_keeps_all_but_the_replicas(before: PlanResult) -> None:

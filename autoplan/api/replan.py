@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from autoplan.api.plan_files import make_plan_file
+from autoplan.api.plan_files import is_mixed_file, make_plan_file
 from autoplan.api.plan_result import PlanResult, load_plan
 from autoplan.api.problem import space_of
 from autoplan.api.results import Result, Table
@@ -16,6 +16,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import encode
 from autoplan.base.units import check_positive, format_seconds
 from autoplan.cost.estimate import estimate
+from autoplan.cost.goodput import usable_share
 from autoplan.cost.input_rate import with_input
 from autoplan.cost.memory.stage_memory import checkpoint_bytes
 from autoplan.frameworks.common.rules import legal
@@ -91,6 +92,8 @@ def replan(
 
     Raises InputError for arguments that cannot be used, NoPlanError if the rest has no plan.
     """
+    if not isinstance(plan, PlanResult) and is_mixed_file(Path(plan)):
+        raise InputError(f"{plan} is for a mixed cluster: search again, with --cluster naming the parts that are left")
     before = plan if isinstance(plan, PlanResult) else load_plan(plan, db=db)
     if storage_bytes_per_s is not None:
         check_positive("storage_bytes_per_s", storage_bytes_per_s)
@@ -123,12 +126,20 @@ def replan(
             after=after,
             same_layout=_same_layout(problem, best.plan, flags),
             kept_share=best.step_s / after.step_s,
+            usable_replicas=_usable(before.problem.cluster, problem.cluster, best.plan.num_devices // best.plan.dp),
+            usable_tensor_groups=_usable(before.problem.cluster, problem.cluster, best.plan.tp),
             checkpoint_bytes=saved_bytes,
             cuts_anew=any(getattr(best.plan, axis) != getattr(after.plan, axis) for axis in CUT_BY),
             load_s=load_s,
             checkpoint_interval_s=reliability.interval_s(after.plan.num_devices) if knows_pause else None,
         ),
     )
+
+
+def _usable(before: ClusterSpec, left: ClusterSpec, group: int) -> float:
+    """Return the share of devices in groups of this size, or in nodes if these are larger, without a lost node."""
+    lost, radius = before.num_nodes - left.num_nodes, max(group, before.devices_per_node)
+    return usable_share(before.num_devices, lost, radius)
 
 
 def _remaining_nodes(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...]) -> ClusterSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.markup import escape
 
-from autoplan.base.units import format_bytes, format_days, format_seconds
+from autoplan.base.units import format_bytes, format_days, format_percent, format_seconds
 from autoplan.report.terminal import labelled
 from autoplan.spec.replan_summary import ReplanSummary
 from autoplan.spec.search_result import RankedPlan
@@ -18,6 +18,13 @@ def print_replan(console: Console, summary: ReplanSummary) -> None:
     grid.add_row("now", f"{_described(summary.after)} on {summary.nodes_used} of {summary.nodes_left} nodes")
     devices = summary.after.plan.num_devices / summary.before.plan.num_devices
     grid.add_row("kept", f"{100 * summary.kept_share:.1f} % of the throughput, on {100 * devices:.1f} % of the devices")
+    lost = summary.nodes_before - summary.nodes_left
+    grid.add_row(
+        "no replan",
+        f"{format_percent(summary.usable_replicas)} of the devices train on if whole replicas stop, "
+        f"{format_percent(summary.usable_tensor_groups)} with unequal tensor-parallel degrees, all with {lost} spare "
+        f"node{'s' if lost > 1 else ''}",
+    )
     same = summary.same_layout
     if same is None:
         grid.add_row("same layout", "no remaining number of replicas divides the batch, or the framework rejects it")

@@ -18,6 +18,10 @@ class ReplanSummary:
     after: RankedPlan
     same_layout: RankedPlan | None  # the plan of before with fewer replicas; None where there is no such plan
     kept_share: float  # of the tokens a second of before
+    # Of the devices, if the plan stays and the lost nodes, in different groups, stop their replicas, or with unequal
+    # tensor-parallel degrees their tensor-parallel groups alone.
+    usable_replicas: float
+    usable_tensor_groups: float
     checkpoint_bytes: float
     cuts_anew: bool  # ranks hold other parts of weights and states than before
     load_s: float | None  # of the checkpoint; None where the rate of the storage was not given
