@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -72,68 +72,48 @@ PRECISION: Literal["bf16", "fp32"] = "fp32" if not HAS_GPUS and emulates_bf16() 
 RANKS = default_num_ranks() if HAS_GPUS else 2
 GLOBAL_BATCH = 8 * max(RANKS // 2, 1)
 MICRO_BATCHES = (1, 2, 4, 8)
+
+
+def _model(
+    name: str, num_layers: int, hidden_size: int, ffn_size: int, num_heads: int, vocab_size: int, **fields: Any
+) -> ModelSpec:
+    return ModelSpec(
+        name=name,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        ffn_size=ffn_size,
+        num_heads=num_heads,
+        vocab_size=vocab_size,
+        **fields,
+    )
+
+
+# Models with their sequence lengths.  The first three are those of the loop in fp32.
 HOST_MODELS = {
-    "tiny": (
-        ModelSpec(name="tiny", num_layers=16, hidden_size=192, vocab_size=1024, num_heads=6, ffn_size=512),
-        64,
-    ),
-    "small": (
-        ModelSpec(name="small", num_layers=8, hidden_size=256, vocab_size=4096, num_heads=4, ffn_size=768),
-        128,
-    ),
-    "medium": (
-        ModelSpec(name="medium", num_layers=4, hidden_size=512, vocab_size=8192, num_heads=8, ffn_size=1408),
-        128,
-    ),
-    "deep": (
-        ModelSpec(name="deep", num_layers=16, hidden_size=192, vocab_size=1024, num_heads=6, ffn_size=512),
-        64,
-    ),
-    "grouped": (
-        ModelSpec(
-            name="grouped",
-            num_layers=4,
-            hidden_size=512,
-            vocab_size=8192,
-            num_heads=8,
-            num_kv_heads=2,
-            ffn_size=1408,
-        ),
-        128,
-    ),
+    "tiny": (_model("tiny", 16, 192, 512, 6, 1024), 64),
+    "small": (_model("small", 8, 256, 768, 4, 4096), 128),
+    "medium": (_model("medium", 4, 512, 1408, 8, 8192), 128),
+    "deep": (_model("deep", 16, 192, 512, 6, 1024), 64),
+    "grouped": (_model("grouped", 4, 512, 1408, 8, 8192, num_kv_heads=2), 128),
     "experts": (
-        ModelSpec(
-            name="experts",
-            num_layers=4,
-            hidden_size=256,
-            vocab_size=4096,
-            num_heads=4,
+        _model(
+            "experts",
+            4,
+            256,
+            768,
+            4,
+            4096,
             num_kv_heads=2,
-            ffn_size=768,
             moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=384),
         ),
         128,
     ),
 }
-
-
-def _grouped(name: str, num_layers: int, hidden_size: int, ffn_size: int, num_heads: int, vocab_size: int) -> ModelSpec:
-    return ModelSpec(
-        name=name,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        vocab_size=vocab_size,
-        num_heads=num_heads,
-        num_kv_heads=8,
-        ffn_size=ffn_size,
-    )
-
-
 # Of 1.1, 2.8 and 3.0 billion parameters, the second one mostly ends: those of Llama-3-8B.
 GPU_MODELS = {
-    "1b": (_grouped("1b", 16, 2048, 8192, 32, 32_768), 4096),
-    "ends": (_grouped("ends", 8, 4096, 14_336, 32, 128_256), 4096),
-    "3b": (_grouped("3b", 28, 3072, 8192, 24, 32_768), 4096),
+    "1b": (_model("1b", 16, 2048, 8192, 32, 32_768, num_kv_heads=8), 4096),
+    "ends": (_model("ends", 8, 4096, 14_336, 32, 128_256, num_kv_heads=8), 4096),
+    "3b": (_model("3b", 28, 3072, 8192, 24, 32_768, num_kv_heads=8), 4096),
 }
 MODELS = GPU_MODELS if HAS_GPUS else HOST_MODELS
 FORBIDDEN = ("uneven_stages", "partial_recompute", "partial_sharding")

@@ -23,7 +23,7 @@ def test_a_framework_that_extends_another_differs_in_what_it_says() -> None:
     differ = {f.name for f in dataclasses.fields(base) if getattr(base, f.name) != getattr(later, f.name)}
     assert differ == {"name", "calibrated_as", "sources", "usual", "lacks", "interleaves_mamba", "memory", "kernels"}
     traits = {trait for trait in GROUP_OF if base.trait(trait) != later.trait(trait)}
-    assert traits == {"bytes_per_optimizer_state", "flash_kernel", "fused_squared_relu", "keeps_frozen_transposes"}
+    assert traits == {"bytes_per_optimizer_state", "flash_kernel", "fused_squared_relu"}
     assert later.calibration_name == "nemo"
 
 

@@ -158,15 +158,15 @@ def test_narrow_gemms_keep_quantised_copies_of_their_weights(cluster: str, preci
 def test_frozen_weights_of_8_bits_alone_may_have_no_transposed_copy(cluster: str, copies: int) -> None:
     lora = FineTuning(rank=4, targets=("all-linear",))
     training = TrainingSpec(seq_len=TOKENS, precision="fp8", finetuning=lora)
-    held = []
+    weights_bytes = []
     for keeps in (True, False):
         framework = BARE.changed(keeps_frozen_transposes=keeps)
         problem = dataclasses.replace(
             problem_of(framework=framework), training=training, cluster=load_cluster(f"{cluster}:1x8")
         )
         (stage,) = stages_of(problem, dp_shard=4, sharding="zero1", precision="fp8", narrow_params=True)
-        held.append(stage.memory_terms_bytes["weights"])
-    assert held[0] - held[1] == pytest.approx(copies * 2 * LAYER)
+        weights_bytes.append(stage.memory_terms_bytes["weights"])
+    assert weights_bytes[0] - weights_bytes[1] == pytest.approx(copies * 2 * LAYER)
 
 
 def test_an_offloaded_optimizer_takes_no_device_memory() -> None:

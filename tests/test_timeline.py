@@ -96,9 +96,9 @@ def fill_the_step(rank: RankTimeline, step: float) -> None:
         assert one.duration_s >= 0
         now = one.start_s + one.duration_s
     assert now == pytest.approx(step, rel=EXACT)
-    for one in rank.other_events:
-        assert one.start_s >= -EXACT * step
-        assert one.duration_s >= 0
+    for event in rank.other_events:
+        assert event.start_s >= -EXACT * step
+        assert event.duration_s >= 0
 
 
 @settings(max_examples=60, deadline=None)
