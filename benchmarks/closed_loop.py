@@ -58,7 +58,15 @@ from autoplan.profiler.tasks import MeasurementScope, TaskKey, ranked_tasks
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import Precision
 from autoplan.spec.model import Experts, ModelSpec
-from autoplan.spec.operations import LAYER_HALVES, LAYERS, SHARED_LAYERS, Operation
+from autoplan.spec.operations import (
+    LAYER_HALVES,
+    LAYERS,
+    MOE_LAYER_HALVES,
+    MOE_LAYERS,
+    SHARED_LAYERS,
+    SHARED_MOE_LAYERS,
+    Operation,
+)
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Provenance
@@ -136,8 +144,9 @@ TRUE_S, TRUE_BYTES = 0.05, 0.03  # errors up to which a prediction counts as tru
 # What steps are made of; kernels of their own would only stand in for units that were not measured.
 OPERATIONS: tuple[Operation, ...] = (
     *(LAYERS if HAS_GPUS else LAYERS[:2]),
-    *LAYER_HALVES,
-    *SHARED_LAYERS,
+    *(MOE_LAYERS if HAS_GPUS else MOE_LAYERS[:2]),
+    *(*LAYER_HALVES, *MOE_LAYER_HALVES),
+    *(*SHARED_LAYERS, *SHARED_MOE_LAYERS),
     "embedding",
     "head",
     "optimizer",
@@ -297,7 +306,7 @@ def visit(crew: Crew, hello: Hello, store: Store, name: str, *, num_visits: int,
         seq_len=seq_len,
         tps=tuple(sorted({plan.tp for plan in compared_plans(name)})),
         micro_batches=MICRO_BATCHES,
-        only=() if model.moe else OPERATIONS,
+        only=OPERATIONS,
     )
     visits: Counter[TaskKey] = Counter(
         (record.operation, record.shape, record.dtype, record.kernel, record.mode)

@@ -17,6 +17,7 @@ from typing import NamedTuple, cast
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.kernels.block_shapes import block_shapes
+from autoplan.cost.kernels.measured_units import MeasuredLayer, measured_layer
 from autoplan.cost.kernels.sizes import local_sizes
 from autoplan.profiler.group_layouts import layouts
 from autoplan.profiler.protocol import BESIDE, Hello, Task, rules_for
@@ -24,7 +25,20 @@ from autoplan.profiler.record import Mode
 from autoplan.readers.device import load_device
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.operations import COLLECTIVES, LAYER_HALVES, LAYERS, PRODUCTS, RATE_TYPES, SHARED_LAYERS, Operation
+from autoplan.spec.operations import (
+    COLLECTIVES,
+    LAYER_HALVES,
+    LAYER_SIZES,
+    LAYERS,
+    MOE_LAYER_HALVES,
+    MOE_LAYERS,
+    PRODUCTS,
+    RATE_TYPES,
+    SHAPES,
+    SHARED_LAYERS,
+    SHARED_MOE_LAYERS,
+    Operation,
+)
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.timing import batch_index
 from autoplan.topology.cluster import DeviceSpec
@@ -213,18 +227,13 @@ def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
 def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     """Yield calls of units of the built-in trainer that fit into the ranks' memory."""
     model, seq_len, ranks_per_node = scope.model, scope.seq_len, hello.ranks_per_node
-    num_layers = sum(layer == (Block.ATTENTION, Block.MLP) for layer in model.layers)
-    sizes = (model.hidden_size, model.ffn_size, model.num_heads, model.kv_heads, model.qk_head_dim)
+    kind = measured_layer(model)
     for tp, micro_batch in itertools.product(scope.tps, scope.micro_batches):
         if ranks_per_node % tp or seq_len % tp or model.vocab_size % tp:
             continue
-        if num_layers and model.gated_mlp and not scope.is_latent:
-            layer = (micro_batch, seq_len, *sizes, tp)
-            for operation in (*LAYERS, *(LAYER_HALVES if ranks_per_node > tp else ())):
-                yield _Call(operation, layer, num_layers)
-            for replicas in _replicas(tp, hello):
-                for operation in SHARED_LAYERS if replicas > 1 else SHARED_LAYERS[:1]:
-                    yield _Call(operation, (*layer, replicas, min(ranks_per_node // tp, replicas)), num_layers)
+        if kind:
+            layer = (micro_batch, seq_len, *kind.sizes(model), tp, *kind.expert_sizes(model))
+            yield from _layer_units(kind, layer, model.layers.count(kind.blocks), hello)
         ends: tuple[Operation, ...] = ("embedding", "head")
         for end in ends:
             yield _Call(end, (micro_batch * seq_len, model.hidden_size, model.vocab_size, tp), 1)
@@ -232,6 +241,16 @@ def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
         # The difference is the time of an action, the rest that of the step.
         for num_micro_batches in (ranks_per_node, 4 * ranks_per_node):
             yield _Call("pipeline_actions", (num_micro_batches, ranks_per_node, ranks_per_node), 1)
+
+
+def _layer_units(kind: MeasuredLayer, layer: tuple[int, ...], num_layers: int, hello: Hello) -> Iterator[_Call]:
+    """Yield calls of the units of one kind of layer, whose shape is `layer`."""
+    tp = layer[LAYER_SIZES.index("tp")]
+    for operation in (*kind.passes, *(kind.halves if hello.ranks_per_node > tp else ())):
+        yield _Call(operation, layer, num_layers)
+    for replicas in _replicas(tp, hello):
+        for operation in kind.shared if replicas > 1 else kind.shared[:1]:
+            yield _Call(operation, (*layer, replicas, min(hello.ranks_per_node // tp, replicas)), num_layers)
 
 
 def _replicas(tp: int, hello: Hello) -> list[int]:
@@ -301,9 +320,12 @@ def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
     if "layer" in operation:
         batch, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, cut, *_ = shape
         tokens = batch * seq_len
-        weights = hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size)
-        passes = 1.0 if operation in ("layer", *LAYER_HALVES) else 2.0
-        if operation in (*SHARED_LAYERS, "layer_backward_full"):
+        sizes = dict(zip(SHAPES[operation], shape, strict=True))
+        weights = hidden_size * (
+            (2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size * sizes.get("experts_per_token", 1)
+        )
+        passes = 1.0 if operation in (LAYERS[0], *LAYER_HALVES, MOE_LAYERS[0], *MOE_LAYER_HALVES) else 2.0
+        if operation in (*SHARED_LAYERS, LAYERS[-1], *SHARED_MOE_LAYERS, MOE_LAYERS[-1]):
             passes = 3.0
         flops = 2.0 * tokens * weights + 2.0 * tokens * seq_len * heads * head_dim
         return passes * flops / cut, passes * 20.0 * tokens * hidden_size

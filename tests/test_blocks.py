@@ -16,6 +16,7 @@ from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.spec.framework import Framework
+from autoplan.spec.model import Experts
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from test_estimate import DENSE, MODELS, PLAIN, price, problem_of, single, terms_of
@@ -257,6 +258,23 @@ def test_dense_layers_of_a_mixture_of_experts_count_too() -> None:
     shape = (1, 2048, 1024, MODELS["moe"].ffn_size, 16, 8, 64, 1)
     known = eager(problem, {("layer", *shape): 1.0, ("layer_backward", *shape): 3.0})
     assert work_s(known, single()) > 4.0
+
+
+def test_a_measured_layer_of_experts_takes_the_place_of_its_kernels() -> None:
+    moe = Experts(num_experts=8, experts_per_token=2, expert_ffn_size=512)
+    problem = problem_of(dataclasses.replace(DENSE, moe=moe))
+    shape = (1, 2048, 1024, 512, 16, 8, 64, 1, 8, 2)
+    times: Times = {("moe_layer", *shape): 1.0, ("moe_layer_backward", *shape): 3.0}
+    known, plan = eager(problem, times), single(global_batch=3)
+    assert work_s(known, plan) == pytest.approx(8 * 3 * 4.0)
+    assert terms_of(known, plan)["launch"] == 0.0
+    full: Times = times | {("moe_layer_backward_full", *shape): 3.5}
+    assert terms_of(eager(problem, full), single(recompute="full"))["recompute"] == pytest.approx(8 * 0.5)
+    # Experts that tokens travel to, and those beside a shared expert, are no such unit.
+    split = single(dp_shard=8, ep=8, global_batch=8)
+    assert work_s(known, split) == pytest.approx(work_s(problem, split))
+    beside = problem_of(dataclasses.replace(DENSE, moe=dataclasses.replace(moe, shared_expert_ffn_size=512)))
+    assert work_s(eager(beside, times), plan) == pytest.approx(work_s(beside, plan))
 
 
 def test_timings_of_the_database_are_plain_torchs_own_and_others_leave_what_they_fuse(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from autoplan.profiler.tasks import MeasurementScope, ranked_tasks, reference_s,
 from autoplan.readers.device import load_device
 from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import ModelSpec
-from autoplan.spec.operations import COLLECTIVES, LAYERS, SHAPES
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.operations import COLLECTIVES, LAYERS, MOE_LAYERS, SHAPES
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.timing import batch_index
 from problems import problem_for
@@ -62,6 +62,20 @@ def test_a_rank_of_two_has_half_the_heads_and_the_vocabulary() -> None:
     assert shapes(SCOPE, "attention") == {(1, 128, 4, 2, 64, 0), (1, 128, 2, 1, 64, 0)}
     assert shapes(SCOPE, "cross_entropy") == {(128, 1024), (128, 512)}  # 1,000 padded to a multiple of 128 tp
     assert shapes(SCOPE, "norm") == {(128, 256), (64, 256)}  # sequence parallelism
+
+
+def test_layers_of_experts_are_measured_where_pricing_looks_them_up() -> None:
+    moe = Experts(num_experts=8, experts_per_token=2, expert_ffn_size=96)
+    routed = replace(TRAINER, model=replace(SMALL, moe=moe))
+    layer = (1, 128, 256, 96, 4, 2, 64)
+    for operation in MOE_LAYERS:
+        assert shapes(routed, operation) == {(*layer, 1, 8, 2), (*layer, 2, 8, 2)}
+    assert shapes(routed, "sharded_moe_layer") == {(*layer, 1, 8, 2, 2, 2)}
+    assert shapes(routed, "layer") == set()
+    # The dense layers of such a model are those that count; a shared expert is no part of the unit.
+    assert shapes(replace(TRAINER, model=replace(SMALL, moe=replace(moe, num_dense_layers=1))), "moe_layer") == set()
+    gated = replace(moe, shared_expert_ffn_size=96)
+    assert shapes(replace(TRAINER, model=replace(SMALL, moe=gated)), "moe_layer") == set()
 
 
 def test_units_of_the_trainer_are_measured_for_it_alone() -> None:
@@ -216,6 +230,10 @@ def test_larger_calls_are_expected_to_take_longer() -> None:
     assert call_s("layer", *layer, 2) < call_s("layer", *layer, 1) < call_s("layer_backward", *layer, 1)
     assert call_s("sharded_layer", *layer, 1, 8, 8) > call_s("layer_backward", *layer, 1)
     assert call_s("layer_backward_full", *layer, 1) > call_s("layer_backward", *layer, 1)
+    # Two experts of 7,168 are as much work as an MLP of 14,336.
+    halved = (1, 4096, 4096, 7168, 32, 8, 128, 1, 8, 2)
+    assert call_s("moe_layer", *halved) == pytest.approx(call_s("layer", *layer, 1))
+    assert call_s("moe_layer_backward_full", *halved) > call_s("moe_layer_backward", *halved)
     whole, windowed = (call_s("attention", 1, 8192, 32, 8, 128, window) for window in (0, 1024))
     assert windowed == pytest.approx(whole / 4, rel=0.1)
     # Queries and keys of 192 and values of 128 are products as large as heads of 160.

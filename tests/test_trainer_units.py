@@ -62,6 +62,18 @@ def test_a_layer_computes_its_matrices_and_its_halves_those_of_its_backward_pass
     assert flops("replicated_layer", (*LAYER, 1, 1), grids) == 3 * matrices
 
 
+def test_a_layer_of_experts_computes_its_router_and_the_chosen_experts(grids: Grids) -> None:
+    num_experts, chosen = 4, 2
+    _, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, _ = LAYER
+    weights = (2 * heads + 2 * kv_heads) * head_dim + 3 * chosen * ffn_size + num_experts
+    matrices, shape = 2 * seq_len * hidden_size * weights, (*LAYER, num_experts, chosen)
+    assert flops("moe_layer", shape, grids) == matrices
+    assert flops("moe_layer_backward", shape, grids) == 2 * matrices
+    assert flops("moe_layer_input_gradient", shape, grids) == matrices
+    assert flops("moe_layer_weight_gradient", shape, grids) == matrices
+    assert flops("replicated_moe_layer", (*shape, 1, 1), grids) == 3 * matrices
+
+
 def test_ends_are_a_table_and_one_product_with_its_gradients(grids: Grids) -> None:
     assert flops("head", (48, 32, 100, 1), grids) == 3 * 2 * 48 * 32 * 100
     assert flops("embedding", (48, 32, 100, 1), grids) == 0.0

@@ -38,7 +38,6 @@ from autoplan.cost.kernels.launches import (
 )
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured_units import (
-    LAYER,
     SharedStates,
     layer_times,
     repeats_core_only,
@@ -102,8 +101,7 @@ def block_costs(problem: Problem, batch: PlanBatch, links: Links | None = None) 
     distinct = batch.take(first)
     tp = TensorParallelTimes.of(block_collectives(problem, distinct), links)
     parts = {block: _parts(problem, distinct, block, shape, links, tp) for block, shape in shapes.items()}
-    if all(block in parts for block in LAYER):
-        parts |= _as_measured(problem, distinct, parts)
+    parts |= _as_measured(problem, distinct, parts)
     shared = shared_states(problem, batch)
     costs: dict[Block, BlockCost] = {}
     lags: dict[Block, Lags] = {}
@@ -161,17 +159,17 @@ def _as_measured(problem: Problem, batch: PlanBatch, parts: dict[Block, _Parts])
     times = layer_times(problem, batch)
     if times is None:
         return {}
-    passes = {block: parts[block].passes for block in LAYER}
+    passes = {block: parts[block].passes for block in times.blocks}
     total = Pass(
-        add_up(passes[block].forward_s for block in LAYER), add_up(passes[block].backward_s for block in LAYER)
+        add_up(entry.forward_s for entry in passes.values()), add_up(entry.backward_s for entry in passes.values())
     )
-    weights = add_up(parts[block].kernels.gemm_weight_s for block in LAYER)
+    weights = add_up(parts[block].kernels.gemm_weight_s for block in times.blocks)
     longer = (
         np.where(times.is_measured, times.forward_s / total.forward_s, 1.0),
         np.where(times.is_measured, times.backward_s / total.backward_s, 1.0),
     )
     parts_by_block = {}
-    for block in LAYER:
+    for block in times.blocks:
         part = parts[block]
         share = np.where(times.is_measured, passes[block].backward_s / total.backward_s, np.nan)
         of_weights = part.kernels.gemm_weight_s / weights

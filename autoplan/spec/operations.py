@@ -14,6 +14,9 @@ Operation = Literal[
     "layer", "layer_backward", "layer_backward_selective", "layer_backward_full",
     "layer_input_gradient", "layer_weight_gradient",
     "replicated_layer", "sharded_layer", "resharded_layer",
+    "moe_layer", "moe_layer_backward", "moe_layer_backward_selective", "moe_layer_backward_full",
+    "moe_layer_input_gradient", "moe_layer_weight_gradient",
+    "replicated_moe_layer", "sharded_moe_layer", "resharded_moe_layer",
     "pipeline_actions", "embedding", "head",
     "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv",
 ]  # fmt: skip
@@ -31,6 +34,12 @@ STREAMS: tuple[Operation, ...] = (  # through the memory of the device
 LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
 LAYER_HALVES: tuple[Operation, ...] = ("layer_input_gradient", "layer_weight_gradient")
 SHARED_LAYERS: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
+# The same units of layers whose feed-forward part is routed experts, in the same order.
+MOE_LAYERS: tuple[Operation, ...] = (
+    *("moe_layer", "moe_layer_backward", "moe_layer_backward_selective", "moe_layer_backward_full"),
+)
+MOE_LAYER_HALVES: tuple[Operation, ...] = ("moe_layer_input_gradient", "moe_layer_weight_gradient")
+SHARED_MOE_LAYERS: tuple[Operation, ...] = ("replicated_moe_layer", "sharded_moe_layer", "resharded_moe_layer")
 COLLECTIVES: tuple[Operation, ...] = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"),
 )
@@ -41,6 +50,8 @@ LATENT_SIZES = ("batch", "seq_len", "num_heads", "qk_head_dim", "v_head_dim")
 EXPERTS_SIZES = ("tokens", "hidden_size", "ffn_size", "experts_per_token", "num_experts", "etp", "ep")
 LAYER_SIZES = ("batch", "seq_len", "hidden_size", "ffn_size", "num_heads", "num_kv_heads", "head_dim", "tp")
 SHARED_LAYER_SIZES = (*LAYER_SIZES, "num_devices", "devices_per_domain")
+MOE_LAYER_SIZES = (*LAYER_SIZES, "num_experts", "experts_per_token")
+SHARED_MOE_LAYER_SIZES = (*MOE_LAYER_SIZES, "num_devices", "devices_per_domain")
 END_SIZES = ("tokens", "hidden_size", "vocab_size", "tp")
 PIPELINE_SIZES = ("num_micro_batches", "num_devices", "devices_per_domain")
 GROUP_SIZES = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
@@ -67,9 +78,10 @@ RATE_TYPES = {"mxfp8": "fp8", "fp8_block": "fp8"}  # at whose rate of the datash
 # layer whose states `num_devices` replicas share is both passes of a micro-batch that begins and ends a step: it
 # gathers the weights, or casts them, and reduces the gradients, one among others that compute meanwhile.
 # `replicated_layer` shards nothing, also on one device, `sharded_layer` keeps what it gathered for the backward pass,
-# `resharded_layer` gathers it again.  `embedding` and `head` (the last norm and the loss with it) are both ways.
-# `pipeline_actions` is what the 2 x num_micro_batches passes of one stage take of the host beyond computation and
-# messages.
+# `resharded_layer` gathers it again.  A `moe_layer` has routed experts of `ffn_size` each in place of the feed-forward
+# part, all of them on every rank; its units are named alike.  `embedding` and `head` (the last norm and the loss with
+# it) are both ways.  `pipeline_actions` is what the 2 x num_micro_batches passes of one stage take of the host beyond
+# computation and messages.
 SHAPES: dict[Operation, tuple[str, ...]] = {
     **dict.fromkeys(PRODUCTS, PRODUCT_SIZES),
     **dict.fromkeys(("attention", "attention_backward"), ATTENTION_SIZES),
@@ -82,6 +94,8 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
     "optimizer": ("num_parameters",),
     **dict.fromkeys((*LAYERS, *LAYER_HALVES), LAYER_SIZES),
     **dict.fromkeys(SHARED_LAYERS, SHARED_LAYER_SIZES),
+    **dict.fromkeys((*MOE_LAYERS, *MOE_LAYER_HALVES), MOE_LAYER_SIZES),
+    **dict.fromkeys(SHARED_MOE_LAYERS, SHARED_MOE_LAYER_SIZES),
     "pipeline_actions": PIPELINE_SIZES,
     **dict.fromkeys(("embedding", "head"), END_SIZES),
     **dict.fromkeys(COLLECTIVES, GROUP_SIZES),
@@ -90,7 +104,11 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
 
 # What the built-in trainer does and no sum of the others stands for.
 TRAINER_UNITS: frozenset[Operation] = frozenset(
-    name for name, sizes in SHAPES.items() if sizes in (LAYER_SIZES, SHARED_LAYER_SIZES, END_SIZES, PIPELINE_SIZES)
+    (
+        *(*LAYERS, *LAYER_HALVES, *SHARED_LAYERS),
+        *(*MOE_LAYERS, *MOE_LAYER_HALVES, *SHARED_MOE_LAYERS),
+        *("embedding", "head", "pipeline_actions"),
+    )
 )
 
 

@@ -23,10 +23,12 @@ from autoplan.spec.operations import (
     GROUP_SIZES,
     LATENT_SIZES,
     LAYER_SIZES,
+    MOE_LAYER_SIZES,
     PIPELINE_SIZES,
     PRODUCT_SIZES,
     SHAPES,
     SHARED_LAYER_SIZES,
+    SHARED_MOE_LAYER_SIZES,
     Operation,
 )
 
@@ -56,8 +58,8 @@ _BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
     ATTENTION_SIZES: ("seq_len", "batch", "num_heads"),
     LATENT_SIZES: ("seq_len", "batch", "num_heads"),
     EXPERTS_SIZES: ("tokens", "hidden_size", "ffn_size"),
-    LAYER_SIZES: ("batch", "seq_len"),
-    SHARED_LAYER_SIZES: ("batch", "seq_len"),
+    **dict.fromkeys((LAYER_SIZES, SHARED_LAYER_SIZES), ("batch", "seq_len")),
+    **dict.fromkeys((MOE_LAYER_SIZES, SHARED_MOE_LAYER_SIZES), ("batch", "seq_len")),
     END_SIZES: ("tokens", "hidden_size", "vocab_size"),
     PIPELINE_SIZES: ("num_micro_batches",),
     GROUP_SIZES: ("buffer_bytes",),

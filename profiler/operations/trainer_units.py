@@ -26,8 +26,18 @@ from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.profiler.operations.inputs import ChainedRun, InputFactory, Run, StagedRun, in_turns, num_sets
 from autoplan.spec.enums import Sharding
-from autoplan.spec.model import ModelSpec
-from autoplan.spec.operations import SHAPES, Operation
+from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.operations import (
+    LAYER_HALVES,
+    LAYER_SIZES,
+    LAYERS,
+    MOE_LAYER_HALVES,
+    MOE_LAYERS,
+    SHAPES,
+    SHARED_LAYERS,
+    SHARED_MOE_LAYERS,
+    Operation,
+)
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.parallel import DTYPES, Grid, announce, make_grid, passes, share, spread
 from autoplan.trainer.step import loss_of
@@ -35,10 +45,11 @@ from autoplan.trainer.transformer import Transformer
 
 KERNEL = "trainer"
 
-_RECOMPUTED = {"layer_backward_selective": "selective", "layer_backward_full": "full"}
+_RECOMPUTED = dict(zip((*LAYERS, *MOE_LAYERS), 2 * ("none", "none", "selective", "full"), strict=True))
 _TOUCHED_BYTES = 8  # of a weight: its value and its gradient, both in fp32
 _NUM_LINKS = 4  # layers in a chain: of this many all but the last one send their gradients while another computes
-_SHARDED = {"replicated_layer": "none", "sharded_layer": "zero1", "resharded_layer": "zero3"}
+_SHARDED = dict(zip((*SHARED_LAYERS, *SHARED_MOE_LAYERS), 2 * ("none", "zero1", "zero3"), strict=True))
+_TP = LAYER_SIZES.index("tp")  # in the shape of any layer
 
 
 class Grids:
@@ -85,7 +96,7 @@ def build(operation: Operation, shape: tuple[int, ...], factory: InputFactory, g
 
 
 def _model(shape: Sequence[int], num_layers: int) -> ModelSpec:
-    _, _, hidden_size, ffn_size, num_heads, num_kv_heads, head_dim, _ = shape
+    _, _, hidden_size, ffn_size, num_heads, num_kv_heads, head_dim, _, *experts = shape
     return ModelSpec(
         name="layers",
         num_layers=num_layers,
@@ -95,6 +106,9 @@ def _model(shape: Sequence[int], num_layers: int) -> ModelSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         ffn_size=ffn_size,
+        moe=Experts(num_experts=experts[0], experts_per_token=experts[1], expert_ffn_size=ffn_size)
+        if experts
+        else None,
     )
 
 
@@ -110,13 +124,13 @@ def _chunk(
 
 def _ends(shape: Sequence[int], factory: InputFactory) -> tuple[Tensor, Tensor]:
     """Return (the input of a chunk, the gradient of its output)."""
-    size = shape[0], shape[1] // shape[-1], shape[2]
+    size = shape[0], shape[1] // shape[_TP], shape[2]
     return factory.normal(*size, grad=True), factory.normal(*size)
 
 
 def _num_layers(shape: Sequence[int], factory: InputFactory) -> int:
     """Number of layers that a cache does not hold."""
-    num_weights = count_parameters(_model(shape, 1)) // shape[-1]
+    num_weights = count_parameters(_model(shape, 1)) // shape[_TP]
     return num_sets(_TOUCHED_BYTES * num_weights, factory.device)
 
 
@@ -181,13 +195,13 @@ def _staged(
 
 def _pass(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> Run | StagedRun:
     """Build a pass of a micro-batch in the middle of a step."""
-    plan = _plan(shape[0], shape[-1], recompute=_RECOMPUTED.get(operation, "none"))
+    plan = _plan(shape[0], shape[_TP], recompute=_RECOMPUTED.get(operation, "none"))
     layers = [_Layer(plan, shape, factory, grids) for _ in range(_num_layers(shape, factory))]
-    if operation == "layer":
+    if operation in (LAYERS[0], MOE_LAYERS[0]):
         return in_turns([layer.forward for layer in layers])
-    if operation == "layer_input_gradient":
+    if operation in (LAYER_HALVES[0], MOE_LAYER_HALVES[0]):
         return _staged(layers, _Layer.forward, _Layer.input_gradient)
-    if operation == "layer_weight_gradient":
+    if operation in (LAYER_HALVES[1], MOE_LAYER_HALVES[1]):
         return _staged(layers, lambda layer: layer.input_gradient(layer.forward()), _Layer.weight_gradients)
     return _staged(layers, _Layer.forward, _Layer.backward)
 
@@ -195,8 +209,8 @@ def _pass(operation: Operation, shape: tuple[int, ...], factory: InputFactory, g
 def _shared_layer(operation: Operation, shape: tuple[int, ...], factory: InputFactory, grids: Grids) -> ChainedRun:
     """Build both passes of a step's only micro-batch through a chain of layers, which gather and reduce in turn."""
     *sizes, num_devices, devices_per_domain = shape
-    grids.check(num_devices, devices_per_domain, stride=sizes[-1])
-    plan = _plan(sizes[0], sizes[-1], num_devices=num_devices, sharding=_SHARDED[operation])
+    grids.check(num_devices, devices_per_domain, stride=sizes[_TP])
+    plan = _plan(sizes[0], sizes[_TP], num_devices=num_devices, sharding=_SHARDED[operation])
 
     def make() -> Run:
         part, (x, gradient) = _chunk(plan, sizes, _NUM_LINKS, factory, grids), _ends(sizes, factory)
@@ -279,15 +293,8 @@ def _pipeline_actions(operation: Operation, shape: tuple[int, ...], factory: Inp
 
 
 UNITS: dict[Operation, Callable[[Operation, tuple[int, ...], InputFactory, Grids], Run | StagedRun]] = {
-    "layer": _pass,
-    "layer_backward": _pass,
-    "layer_backward_selective": _pass,
-    "layer_backward_full": _pass,
-    "layer_input_gradient": _pass,
-    "layer_weight_gradient": _pass,
-    "replicated_layer": _shared_layer,
-    "sharded_layer": _shared_layer,
-    "resharded_layer": _shared_layer,
+    **dict.fromkeys((*LAYERS, *LAYER_HALVES, *MOE_LAYERS, *MOE_LAYER_HALVES), _pass),
+    **dict.fromkeys((*SHARED_LAYERS, *SHARED_MOE_LAYERS), _shared_layer),
     "embedding": _end,
     "head": _end,
     "pipeline_actions": _pipeline_actions,

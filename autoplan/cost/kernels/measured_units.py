@@ -19,19 +19,70 @@ from autoplan.cost.kernels.measured import Sizes, find_kernels
 from autoplan.cost.kernels.sequences import tokens_per_sample
 from autoplan.spec.enums import Sharding
 from autoplan.spec.model import Block, ModelSpec
-from autoplan.spec.operations import Operation
+from autoplan.spec.operations import (
+    LAYER_HALVES,
+    LAYERS,
+    MOE_LAYER_HALVES,
+    MOE_LAYERS,
+    SHARED_LAYERS,
+    SHARED_MOE_LAYERS,
+    Operation,
+)
 from autoplan.spec.plan import DEFAULT_MODULE_BITS, SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Lookup
 
-LAYER = (Block.ATTENTION, Block.MLP)
 FORWARD_SHARE = 1 / 3  # of both passes of embedding or head; a pipeline is insensitive to the split
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLayer:
+    """Kind of layer that can be measured as a whole: its blocks and the operations that measure it."""
+
+    blocks: tuple[Block, Block]
+    passes: tuple[Operation, ...]
+    halves: tuple[Operation, ...]
+    shared: tuple[Operation, ...]
+
+    def sizes(self, model: ModelSpec) -> tuple[int, ...]:
+        """Numbers of the shape between the sequence length and the tensor-parallel degree."""
+        ffn_size = model.moe.expert_ffn_size if model.moe and self is MOE_LAYER else model.ffn_size
+        return model.hidden_size, ffn_size, model.num_heads, model.kv_heads, model.qk_head_dim
+
+    def expert_sizes(self, model: ModelSpec) -> tuple[int, ...]:
+        """Numbers of the shape that follow the tensor-parallel degree."""
+        return (model.moe.num_experts, model.moe.experts_per_token) if model.moe and self is MOE_LAYER else ()
+
+
+DENSE_LAYER = MeasuredLayer(
+    blocks=(Block.ATTENTION, Block.MLP), passes=LAYERS, halves=LAYER_HALVES, shared=SHARED_LAYERS
+)
+MOE_LAYER = MeasuredLayer(
+    blocks=(Block.ATTENTION, Block.MOE), passes=MOE_LAYERS, halves=MOE_LAYER_HALVES, shared=SHARED_MOE_LAYERS
+)
+
+
+def measured_layer(model: ModelSpec) -> MeasuredLayer | None:
+    """Return the kind of the model's layers that is measured as a whole, if any: one with gated MLP, RMSNorm and rope.
+
+    Where dense layers alternate with layers of experts, which share their attention, the dense ones are.
+    """
+    moe = model.moe
+    has_extras = model.mlp_bias or model.qkv_bias or model.attention_output_bias or model.attention_sinks
+    is_usual = model.gated_mlp and model.norm == "rmsnorm" and model.position_embedding == "rope" and not has_extras
+    if not is_usual or model.mla is not None or model.qk_norm != "none" or model.unusual_parts:
+        return None
+    if DENSE_LAYER.blocks in model.layers:
+        return DENSE_LAYER
+    has_routed_only = moe and not (moe.shared_expert_ffn_size or moe.router_bias or moe.latent_size)
+    return MOE_LAYER if has_routed_only and MOE_LAYER.blocks in model.layers else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTimes:
     """Measured seconds of a layer and micro-batch, by plan; valid where `is_measured`, NaN for unmeasured parts."""
 
+    blocks: tuple[Block, Block]
     is_measured: Bools
     forward_s: Floats
     backward_s: Floats
@@ -47,20 +98,16 @@ class LayerTimes:
 
 def layer_times(problem: Problem, batch: PlanBatch) -> LayerTimes | None:
     """Return the measured times of a model's layers; a layer is used only if both passes were measured."""
-    if not _is_whole(problem):
+    kind = measured_layer(problem.model)
+    if kind is None or not _is_whole(problem):
         return None
-    shape = _layer_shape(problem, batch)
-    names: tuple[Operation, ...] = (
-        "layer",
-        "layer_backward",
-        "layer_backward_full",
-        "layer_backward_selective",
-        "layer_input_gradient",
-        "layer_weight_gradient",
+    shape = _layer_shape(problem, batch, kind)
+    forward, backward, selective, full, first, second = (
+        _seconds(problem, batch, entry, *shape) for entry in (*kind.passes, *kind.halves)
     )
-    forward, backward, full, selective, first, second = (_seconds(problem, batch, entry, *shape) for entry in names)
     return LayerTimes(
-        is_measured=_fits(batch) & ~np.isnan(forward) & ~np.isnan(backward),
+        blocks=kind.blocks,
+        is_measured=_fits(batch) & (batch.ep == 1) & ~np.isnan(forward) & ~np.isnan(backward),
         forward_s=forward,
         backward_s=backward,
         again_s=np.maximum(full - backward, 0.0),
@@ -98,15 +145,14 @@ def shared_states(problem: Problem, batch: PlanBatch) -> SharedStates:
     The weights are kept for the step or gathered for each pass; gradients are reduced in the last micro-batch or in
     each.  The time of one gather is the difference between two gathers and one.
     """
-    times = layer_times(problem, batch)
-    if times is None or set(problem.model.layers) != {LAYER}:
+    times, layer = layer_times(problem, batch), measured_layer(problem.model)
+    if times is None or layer is None or set(problem.model.layers) != {layer.blocks}:
         return SharedStates.unknown(len(batch))
     near = problem.cluster.levels[-1].num_devices
     ranks_in_domain = np.minimum(np.maximum(near // batch.tp, 1), batch.dp)
-    shape = (*_layer_shape(problem, batch), batch.dp, ranks_in_domain)
+    shape = (*_layer_shape(problem, batch, layer), batch.dp, ranks_in_domain)
     passes = times.forward_s + times.backward_s
-    names: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
-    beyond = (_seconds(problem, batch, entry, *shape) - passes for entry in names)
+    beyond = (_seconds(problem, batch, entry, *shape) - passes for entry in layer.shared)
     none, weights_kept, weights_regathered = (np.maximum(entry, 0.0) for entry in beyond)
     gather = np.maximum(weights_regathered - weights_kept, 0.0)
     is_one = batch.dp == 1
@@ -164,11 +210,9 @@ def _seconds(problem: Problem, batch: PlanBatch, operation: Operation, *shape: S
     return find_kernels(problem, batch, operation, *shape).otherwise(np.full(len(batch), np.nan))
 
 
-def _layer_shape(problem: Problem, batch: PlanBatch) -> Sequence[Sizes]:
-    model = problem.model
-    heads = (model.num_heads, model.kv_heads, model.qk_head_dim)
-    sizes = map(float, (problem.training.seq_len, model.hidden_size, model.ffn_size, *heads))
-    return (batch.micro_batch, *sizes, batch.tp)
+def _layer_shape(problem: Problem, batch: PlanBatch, kind: MeasuredLayer) -> Sequence[Sizes]:
+    sizes = map(float, (problem.training.seq_len, *kind.sizes(problem.model)))
+    return (batch.micro_batch, *sizes, batch.tp, *map(float, kind.expert_sizes(problem.model)))
 
 
 def _fits(batch: PlanBatch) -> Bools:
@@ -185,19 +229,4 @@ def _is_whole(problem: Problem) -> bool:
     is_usual = training.attention == "flash" and training.finetuning is None
     is_even = training.document_len is None and training.lengths is None
     is_even = is_even and training.preference is None
-    return problem.timings.is_own and is_usual and is_even and _has_measured_layer(problem.model)
-
-
-def _has_measured_layer(model: ModelSpec) -> bool:
-    """Return whether layers of attention and MLP match `operations.SHAPES`: gated MLP, RMSNorm, rope."""
-    has_extras = model.mlp_bias or model.qkv_bias or model.attention_output_bias or model.attention_sinks
-    return (
-        LAYER in model.layers
-        and model.gated_mlp
-        and model.mla is None
-        and model.norm == "rmsnorm"
-        and model.qk_norm == "none"
-        and not model.unusual_parts
-        and model.position_embedding == "rope"
-        and not has_extras
-    )
+    return problem.timings.is_own and is_usual and is_even

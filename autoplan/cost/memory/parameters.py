@@ -13,7 +13,7 @@ from autoplan.cost.collectives.sharded_states import UnitParameters
 from autoplan.cost.kernels.arithmetic import before_head_parameters, embedding_parameters, encoder_end_parameters
 from autoplan.cost.kernels.block_shapes import block_shapes, norm_parameters
 from autoplan.cost.kernels.linears import BlockShape
-from autoplan.cost.kernels.measured_units import LAYER
+from autoplan.cost.kernels.measured_units import DENSE_LAYER, measured_layer
 from autoplan.cost.kernels.sizes import local_sizes, padded_vocab
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
@@ -66,9 +66,10 @@ def frozen_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Dense
 
 
 def layer_parameters(problem: Problem, batch: PlanBatch) -> Floats:
-    """Parameters of a layer of attention and MLP on one rank."""
+    """Parameters on one rank of a layer of the kind that is measured as a whole."""
+    kind = measured_layer(problem.model) or DENSE_LAYER
     shapes = block_shapes(problem.model, problem.training.finetuning)
-    return add_up(add_up(local_parameters(batch, shapes[block])) for block in LAYER)
+    return add_up(add_up(local_parameters(batch, shapes[block])) for block in kind.blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
