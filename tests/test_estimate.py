@@ -416,6 +416,23 @@ def test_a_scale_of_the_tensor_itself_takes_another_look_at_it() -> None:
     assert more == pytest.approx(moved_s(2.0 * 8 * 2048 * (inputs + gradients)))
 
 
+def test_scales_of_blocks_take_no_other_look_and_slower_products_on_hopper() -> None:
+    """1.75 times the rate of bf16, where products of one scale reach 2 x .96 of it; a tile has its scale in a pass."""
+    problem = problem_of()
+    tiles, past, bf16 = (
+        single(**kind)
+        for kind in (
+            {"precision": "fp8", "fp8_scaling": "blockwise"},
+            {"precision": "fp8", "fp8_scaling": "delayed"},
+            {},
+        )
+    )
+    assert terms_of(problem, tiles)["memory_bound"] == pytest.approx(terms_of(problem, past)["memory_bound"])
+    rates = [gemm_rate(problem, PlanBatch.of([plan], problem.model.num_layers))[0] for plan in (tiles, past, bf16)]
+    assert rates[0] / rates[1] == pytest.approx(1.75 / 1.92)
+    assert terms_of(problem, tiles)["gemm"] > terms_of(problem, past)["gemm"]
+
+
 def test_expanded_keys_and_values_travel_once_per_query_head_and_hide_under_the_own_ones_alone() -> None:
     framework = PLAIN.changed(expands_kv=True)
     plan = single(cp=4, sharding="zero1")

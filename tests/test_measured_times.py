@@ -105,6 +105,13 @@ def test_products_are_looked_up_in_the_precision_of_the_plan_and_the_head_in_16_
     assert set(changes(problem, with_times(problem, times), half)) == {"gemm", "head"}
 
 
+def test_products_with_scales_of_blocks_are_looked_up_as_such() -> None:
+    problem, one, tiles = problem_of(), single(precision="fp8"), single(precision="fp8", fp8_scaling="blockwise")
+    for plan, dtype, other in ((one, "fp8", "fp8_block"), (tiles, "fp8_block", "fp8")):
+        assert set(changes(problem, with_times(problem, {("gemm", *QKV): 1e-3}, dtype), plan)) == {"gemm"}
+        assert not changes(problem, with_times(problem, {("gemm", *QKV): 1e-3}, other), plan)
+
+
 def test_attention_of_a_ring_is_its_part_and_of_an_exchange_has_fewer_heads() -> None:
     problem = problem_of()
     times: Times = {

@@ -280,6 +280,7 @@ def test_layouts_are_written_as_megatron_reads_them(counts: tuple[int, ...], num
         ({"sharding": "zero2"}, ["--use-megatron-fsdp", "optim_grads", "fsdp_dtensor"]),
         ({"sharding": "zero3"}, ["optim_grads_params", "--init-model-with-meta-device"]),
         ({"precision": "fp8"}, ["--bf16", "--fp8-format", "hybrid", "tensorwise"]),
+        ({"precision": "fp8", "fp8_scaling": "blockwise"}, ["--fp8-format", "hybrid", "--fp8-recipe", "blockwise"]),
         ({"precision": "fp16"}, ["--fp16"]),
         ({"recompute": "selective"}, ["--recompute-granularity", "selective", "core_attn"]),
         ({"offload": "optimizer"}, ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]),

@@ -162,6 +162,16 @@ def test_experts_drop_tokens_beyond_a_capacity_that_they_are_padded_to(
     assert matters(launch) == unread
 
 
+@pytest.mark.parametrize(
+    ("recipe", "scaling", "unread"),
+    [("delayed", "delayed", set()), ("blockwise", "blockwise", set()), ("custom", "tensorwise", {"--fp8-recipe"})],
+)
+def test_the_scales_of_8_bit_products_are_those_of_the_recipe(recipe: str, scaling: str, unread: set[str]) -> None:
+    launch = read(f"--fp8-format e4m3 --fp8-recipe {recipe}")
+    assert (launch.plan.precision, launch.plan.fp8_scaling) == ("fp8", scaling)
+    assert matters(launch) == unread
+
+
 def test_fused_kernels_of_router_and_rotation_are_read() -> None:
     latent = f"{EXPERTS} --multi-latent-attention"
     for options, router, rope in (

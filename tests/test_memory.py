@@ -141,14 +141,23 @@ def test_buckets_hold_another_gradient_where_ranks_do_not_shard(sharding: Any, p
 
 
 @pytest.mark.parametrize(
-    ("cluster", "precision", "copies"),
-    [("h100-sxm", "fp8", 2), ("b200", "fp8", 1), ("b200", "mxfp8", 2 + 1 / 16), ("b200", "nvfp4", 1 + 1 / 8)],
+    ("cluster", "precision", "scaling", "copies"),
+    [
+        ("h100-sxm", "fp8", "tensorwise", 2),
+        ("h100-sxm", "fp8", "blockwise", 2),
+        ("b200", "fp8", "tensorwise", 1),
+        ("b200", "fp8", "blockwise", 2 + 1 / 16),  # run as mxfp8
+        ("b200", "mxfp8", "tensorwise", 2 + 1 / 16),
+        ("b200", "nvfp4", "tensorwise", 1 + 1 / 8),
+    ],
 )
-def test_narrow_gemms_keep_quantised_copies_of_their_weights(cluster: str, precision: Any, copies: float) -> None:
+def test_narrow_gemms_keep_quantised_copies_of_their_weights(
+    cluster: str, precision: Any, scaling: Any, copies: float
+) -> None:
     training = TrainingSpec(seq_len=TOKENS, precision=precision)
     problem = dataclasses.replace(problem_of(), training=training, cluster=load_cluster(f"{cluster}:1x8"))
     for sharding, kept in (("zero1", copies), ("zero3", 0)):
-        plan = {"dp_shard": 4, "sharding": sharding}
+        plan = {"dp_shard": 4, "sharding": sharding, "fp8_scaling": scaling}
         (wide,), (narrow,) = (stages_of(problem, precision=kind, **plan) for kind in ("bf16", precision))
         added = narrow.memory_terms_bytes["weights"] - wide.memory_terms_bytes["weights"]
         assert added == pytest.approx(kept * 2 * LAYER)

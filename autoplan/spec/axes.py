@@ -287,7 +287,7 @@ AXES: tuple[Axis, ...] = (
           default=ReduceType.USUAL, needs=Needs.COPIES, label="data type of the reduction",
           known_of="torchtitan, DeepSpeed and PyTorch FSDP", searched=tuple(ReduceType), exact=(), flag_default=None),
     _word(name="fp8_scaling",
-          help="Scales of 8-bit GEMMs: tensorwise, rowwise, or delayed (from past steps).",
+          help="Scales of 8-bit GEMMs: tensorwise, rowwise, blockwise (of 128), or delayed (from past steps).",
           default=Fp8Scaling.TENSORWISE, precisions=(Precision.FP8,), label="scales of 8-bit products",
           known_of=_WITH_TORCH_8_BITS, searched=tuple(Fp8Scaling), exact=(), flag_default=None),
     _flag(name="narrow_params",

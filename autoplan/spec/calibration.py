@@ -10,7 +10,7 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count, check_positive
-from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, NARROW_TYPES, PRODUCTS, Operation
+from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, NARROW_PRODUCTS, PRODUCTS, Operation
 from autoplan.topology.cluster import DeviceSpec
 
 # Factors that a calibration may change, in the order of the fit: first those that most runs determine.
@@ -133,5 +133,5 @@ def burst_factors(
     }
     if device.narrow_gemm_efficiency is not None:
         narrow = device.gemm.burst_efficiency / device.narrow_gemm_efficiency * calibration.gemm
-        factors |= {(product, dtype): narrow for product in (*PRODUCTS, *EXPERTS) for dtype in NARROW_TYPES}
+        factors |= {(product, dtype): narrow for product in (*PRODUCTS, *EXPERTS) for dtype in NARROW_PRODUCTS}
     return factors

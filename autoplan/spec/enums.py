@@ -180,14 +180,16 @@ class ReduceType(CodedEnum):
 
 
 class Fp8Scaling(CodedEnum):
-    """Granularity of the scales in 8-bit GEMMs: per matrix or per row.
+    """Granularity of the scales in 8-bit GEMMs: per matrix, per row, or per block of 128 elements.
 
-    Scales come from the current values or, if delayed, from those of past steps.
+    Scales come from the current values or, if delayed, from those of past steps.  Blocks are 1 x 128 in activations and
+    gradients and 128 x 128 in weights.
     """
 
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
     DELAYED = "delayed"
+    BLOCKWISE = "blockwise"
 
 
 class MainWeights(CodedEnum):

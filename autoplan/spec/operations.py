@@ -57,8 +57,8 @@ PIPELINE_SIZES = ("num_micro_batches", "num_devices", "devices_per_domain")
 GROUP_SIZES = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
 NARROW_TYPES = ("fp8", "mxfp8", "nvfp4")
-# Those that can be measured: one scale a tensor, for every 32 or 16 numbers, or for tiles of 128, which no precision of
-# a plan names yet.
+# Those that can be measured: one scale a tensor, for every 32 or 16 numbers, or for tiles of 128 (fp8_scaling blockwise
+# of a plan).
 NARROW_PRODUCTS = (*NARROW_TYPES, "fp8_block")
 RATE_TYPES = {"mxfp8": "fp8", "fp8_block": "fp8"}  # at whose rate of the datasheet the others run
 

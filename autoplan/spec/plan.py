@@ -70,7 +70,11 @@ _OPTION_WORDS: dict[str, dict[str, str]] = {
     },
     "grad_dtype": {GradType.BF16: "bf16 gradients", GradType.BF16_MAIN: "bf16 main gradients"},
     "reduce_dtype": {ReduceType.FP32: "gradients reduced in fp32", ReduceType.HALF: "gradients reduced in 16 bits"},
-    "fp8_scaling": {Fp8Scaling.ROWWISE: "scales of rows", Fp8Scaling.DELAYED: "scales of past steps"},
+    "fp8_scaling": {
+        Fp8Scaling.ROWWISE: "scales of rows",
+        Fp8Scaling.DELAYED: "scales of past steps",
+        Fp8Scaling.BLOCKWISE: "scales of blocks",
+    },
     "main_weights": {
         MainWeights.REMAINDERS: "main weights as remainders",
         MainWeights.FP16: "fp16 main weights",

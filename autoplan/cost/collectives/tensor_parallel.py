@@ -12,9 +12,9 @@ from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured_units import measures_end
 from autoplan.cost.kernels.sizes import (
-    NARROW_BYTES,
     encoder_tokens,
     gathers_narrow,
+    operand_bytes,
     padded_vocab,
     rank_tokens,
     scales_blocks,
@@ -24,7 +24,6 @@ from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.network.links import Links, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Ends, Pass
-from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
@@ -123,9 +122,9 @@ def block_collectives(problem: Problem, batch: PlanBatch) -> TensorParallel:
     Source: Megatron-LM core/tensor_parallel/layers.py; Korthikanti et al., arXiv:2205.05198; Transformer Engine
     pytorch/distributed.py, _all_gather_fp8, _all_gather_mxfp8 and _all_gather_nvfp4.
     """
-    is_narrow, element = gathers_narrow(problem, batch), problem.training.element_bytes
-    narrow = np.array([NARROW_BYTES.get(precision, element) for precision in Precision])[batch.precision]
-    gathered = np.where(is_narrow, narrow / element, 1.0) * _hidden_bytes(problem, batch)
+    is_narrow = gathers_narrow(problem, batch)
+    narrow = operand_bytes(problem, batch) / problem.training.element_bytes
+    gathered = np.where(is_narrow, narrow, 1.0) * _hidden_bytes(problem, batch)
     of_gradients = np.where(is_narrow & scales_blocks(batch), 2.0, 1.0)
     return _collectives(problem, batch, gathered, (1.0, of_gradients + regathers_inputs(problem)), (1.0, 1.0))
 

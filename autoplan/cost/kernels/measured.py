@@ -18,6 +18,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
+from autoplan.cost.kernels.sizes import scales_tiles
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Precision
 from autoplan.spec.operations import Operation
@@ -27,8 +28,11 @@ from autoplan.spec.timing import Lookup, TimingTable
 
 Sizes = Floats | Ints | float
 
-# Data types in which a kernel may have been measured, by precision of the plan; both 16-bit types are equally fast.
-_MEASURED_IN = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}
+# Data types in which a kernel may have been measured, by precision of the plan, and last for 8 bits with blockwise
+# scales; both 16-bit types are equally fast.
+_HALVES = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}
+_MEASURED_IN = (*(_HALVES.get(name, (str(name),)) for name in Precision), ("fp8_block",))
+_TILES = len(Precision)
 
 
 def find(timings: TimingTable, operation: Operation, dtypes: Iterable[str], shapes: Floats) -> Lookup:
@@ -44,11 +48,11 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
     """Return kernel times in each plan's precision; `sizes` as in `SHAPES`, one element per plan or one for all."""
     columns = np.stack(np.broadcast_arrays(np.zeros(len(batch)), *sizes)[1:], axis=-1)
     lookup = Lookup.refused(columns.shape[:-1])
-    for at in np.unique(batch.precision):
-        name = tuple(Precision)[at]
-        rows = np.flatnonzero(batch.precision == at)
+    types = np.where(scales_tiles(batch), _TILES, batch.precision)
+    for at in np.unique(types):
+        rows = np.flatnonzero(types == at)
         shapes = columns[..., rows, :]
-        found = find(problem.timings, operation, _MEASURED_IN.get(name, (name,)), shapes.reshape(-1, shapes.shape[-1]))
+        found = find(problem.timings, operation, _MEASURED_IN[at], shapes.reshape(-1, shapes.shape[-1]))
         lookup.seconds[..., rows] = found.seconds.reshape(shapes.shape[:-1])
         lookup.is_exact[..., rows] = found.is_exact.reshape(shapes.shape[:-1])
         lookup.is_disturbed[..., rows] = found.is_disturbed.reshape(shapes.shape[:-1])

@@ -24,6 +24,7 @@ from autoplan.cost.kernels.sizes import (
     norm_tokens,
     rank_tokens,
     scales_by_past,
+    scales_tiles,
     sends_tokens_once,
 )
 from autoplan.cost.passes import Pass
@@ -296,14 +297,16 @@ def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traf
     """Traffic of quantising the inputs of narrow GEMMs; zero for 16-bit plans."""
     is_fp8 = batch.precision == Precision.FP8.code
     moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
-    # Finding the largest value of an operand takes a separate pass.
-    moved = moved + LARGEST_BYTES * (is_fp8 & ~scales_by_past(batch))
-    # Blackwell's 8-bit products need no transposed copy.
-    copies = is_fp8 & (problem.device.generation != "blackwell")
+    has_tiles = scales_tiles(batch)
+    # Finding the largest value of an operand takes a separate pass; that of a tile is found where it is quantised.
+    moved = moved + LARGEST_BYTES * (is_fp8 & ~scales_by_past(batch) & ~has_tiles)
+    # Blackwell's 8-bit products need no transposed copy, but with tiles, which run along one dimension there.
+    copies = is_fp8 & (has_tiles | (problem.device.generation != "blackwell"))
     moved = moved - (is_fp8 & ~copies)
-    # Tensors that are gathered quantised were quantised in slices; the transposed copy is made from the whole.
+    # Tensors that are gathered quantised were quantised in slices; the transposed copy is made from the whole.  Tiles
+    # of both dimensions are quantised in slices and gathered, and those of columns transposed then.
     in_slices = batch.sp & gathers_narrow(problem, batch)
-    of_slices = np.where(in_slices, (moved - copies) / batch.tp + 2.0 * copies, moved)
+    of_slices = np.where(in_slices, (moved - (copies & ~has_tiles)) / batch.tp + 2.0 * copies, moved)
     transposed = np.array([TRANSPOSED_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]
     transposed = np.where(is_fp8 & ~copies, 0.0, transposed)
     forward = backward = np.zeros(len(batch))

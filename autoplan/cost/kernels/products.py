@@ -13,7 +13,14 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.linears import Linear
 from autoplan.cost.kernels.measured import find_kernels, passes_s
 from autoplan.cost.kernels.memory_bound import memory_bound_s
-from autoplan.cost.kernels.sizes import expert_tokens, linear_tokens, local_sizes, matrix_pieces, scales_rows
+from autoplan.cost.kernels.sizes import (
+    expert_tokens,
+    linear_tokens,
+    local_sizes,
+    matrix_pieces,
+    scales_rows,
+    scales_tiles,
+)
 from autoplan.cost.memory.state_types import grad_bytes
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.enums import Precision
@@ -47,6 +54,11 @@ SHOWN_GRAD_TRAFFIC = {"hopper": 0.53}
 # 8-bit ones there is no such measurement [fitted: 8 dense B200-class runs].
 NARROW_GEMM_SHARE = {"hopper": 0.96, "blackwell": 0.98}
 FP4_GEMM_SHARE = 0.80
+# Rate of 8-bit GEMMs with scales of 128 elements relative to those with one scale: on Hopper, whose matrix units apply
+# no scales, large ones take 1/1.75 of the time of bf16 ones (NVIDIA, "Boosting Matrix Multiplication Speed and
+# Flexibility with NVIDIA cuBLAS 12.9"), where those with one scale take 1 / (2 x .96).  Blackwell runs them as MXFP8
+# (Transformer Engine, docs/features/low_precision_training/fp8_blockwise_scaling).
+BLOCKWISE_GEMM_SHARE = {"hopper": 1.75 / (2.0 * NARROW_GEMM_SHARE["hopper"])}
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 
 
@@ -78,6 +90,7 @@ def gemm_rate(problem: Problem, batch: PlanBatch) -> Floats:
         efficiency = narrow if name in NARROW_PEAK and rate > wide else device.gemm_efficiency
         by_precision.append(rate * efficiency * (FP4_GEMM_SHARE if name == "nvfp4" else 1.0))
     share = np.where(scales_rows(batch), problem.framework.kernels.rowwise_gemm_share, 1.0)
+    share = np.where(scales_tiles(batch), BLOCKWISE_GEMM_SHARE.get(device.generation, 1.0), share)
     return share * np.array(by_precision)[batch.precision] / problem.calibration.gemm
 
 

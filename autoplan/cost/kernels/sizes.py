@@ -40,6 +40,7 @@ KERNEL_AXES = (
 
 # Bytes per quantised element: 8 bits, plus scales per block of 32 (MXFP8) or 16 (NVFP4) elements.
 NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+BLOCKWISE_BYTES = 1.0 + 4 / 128  # 8 bits, plus an fp32 scale per 128 elements; a weight's scale serves 128 such rows
 
 
 def scales_rows(batch: PlanBatch) -> Bools:
@@ -52,15 +53,28 @@ def scales_by_past(batch: PlanBatch) -> Bools:
     return np.asarray((batch.precision == Precision.FP8.code) & (batch.fp8_scaling == Fp8Scaling.DELAYED.code))
 
 
+def scales_tiles(batch: PlanBatch) -> Bools:
+    """Return which plans have 8-bit products with one scale per 128 elements, or per 128 x 128 of a weight."""
+    return np.asarray((batch.precision == Precision.FP8.code) & (batch.fp8_scaling == Fp8Scaling.BLOCKWISE.code))
+
+
 def scales_blocks(batch: PlanBatch) -> Bools:
     """Return which plans have products with one scale per block of a matrix row or column."""
-    return np.asarray((batch.precision == Precision.MXFP8.code) | (batch.precision == Precision.NVFP4.code))
+    is_block_type = (batch.precision == Precision.MXFP8.code) | (batch.precision == Precision.NVFP4.code)
+    return np.asarray(is_block_type | scales_tiles(batch))
+
+
+def operand_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes per element of an activation or gradient that enters a product."""
+    element = problem.training.element_bytes
+    by_precision = np.array([NARROW_BYTES.get(precision, element) for precision in Precision])[batch.precision]
+    return np.where(scales_tiles(batch), BLOCKWISE_BYTES, by_precision)
 
 
 def gathers_narrow(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which plans gather the inputs of matrices quantised, each rank its part of the tokens."""
     network, is_fp8 = problem.framework.network, batch.precision == Precision.FP8.code
-    tensors = is_fp8 & network.narrow_tp_gathers & ~scales_rows(batch)
+    tensors = is_fp8 & network.narrow_tp_gathers & ~scales_rows(batch) & ~scales_tiles(batch)
     return np.asarray(tensors | (scales_blocks(batch) & network.narrow_block_gathers))
 
 

@@ -22,11 +22,12 @@ from autoplan.cost.kernels.sizes import (
     linear_tokens,
     local_sizes,
     norm_tokens,
+    operand_bytes,
     rank_tokens,
 )
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.memory.state_types import WIDE_BYTES
-from autoplan.spec.enums import OffloadLayers, OffloadModules, Precision, RecomputeModule
+from autoplan.spec.enums import OffloadLayers, OffloadModules, RecomputeModule
 from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
@@ -63,10 +64,9 @@ def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
     Queries, keys, values and residuals stay in 16 bits (Transformer Engine; `modelling` B2).
     """
-    element = problem.training.element_bytes
     if not problem.framework.memory.keeps_narrow_copies:
-        return np.full(len(batch), element)
-    return np.array([NARROW_BYTES.get(precision, element) for precision in Precision])[batch.precision]
+        return np.full(len(batch), problem.training.element_bytes)
+    return operand_bytes(problem, batch)
 
 
 def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:

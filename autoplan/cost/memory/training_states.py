@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
-from autoplan.cost.kernels.sizes import NARROW_BYTES
+from autoplan.cost.kernels.sizes import NARROW_BYTES, scales_tiles
 from autoplan.cost.memory.parameters import (
     StageParameters,
     spread_bytes,
@@ -93,14 +93,16 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
 
     Hopper multiplies 8-bit matrices in one layout only, and block scales run along one dimension, so the data gradient
     needs its own copy; on Blackwell one 8-bit copy with one scale serves both (Transformer Engine module/base.py
-    get_weight_workspace).  Copies of weights that are gathered for every pass are not kept.  If the quantised copies
-    are the only weights, the bytes of 16-bit weights are subtracted, and frozen ones may have no second copy.
+    get_weight_workspace), but blockwise scales are those of MXFP8 there.  Copies of weights that are gathered for every
+    pass are not kept.  If the quantised copies are the only weights, the bytes of 16-bit weights are subtracted, and
+    frozen ones may have no second copy.
     """
     if not problem.framework.memory.keeps_narrow_copies:
         return np.zeros_like(parameters.dense)
     one_layout = problem.cluster.device.generation == "blackwell"
     copies = {name: size * (1.0 if name == "fp8" and one_layout else 2.0) for name, size in NARROW_BYTES.items()}
     per_weight = np.array([copies.get(precision, 0.0) for precision in Precision])[batch.precision]
+    per_weight = np.where(scales_tiles(batch), 2.0 * NARROW_BYTES["mxfp8" if one_layout else "fp8"], per_weight)
     per_weight = per_weight - np.where(batch.narrow_params & (per_weight > 0.0), weight_bytes(problem, batch), 0.0)
     per_weight = np.where(batch.sharding >= Sharding.ZERO3.code, 0.0, per_weight)
     narrow = (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]

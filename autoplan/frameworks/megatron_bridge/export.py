@@ -35,6 +35,7 @@ _PRECISIONS = {
 _FP8_PRECISIONS = {
     "tensorwise": "bf16_with_fp8_current_scaling_mixed",
     "delayed": "bf16_with_fp8_delayed_scaling_mixed",
+    "blockwise": "bf16_with_fp8_subchannel_scaling_mixed",
 }
 # Options implied by the registered precision, the tokenizer or the model class, or without a field.
 _ELSEWHERE = frozenset(

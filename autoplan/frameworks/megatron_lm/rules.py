@@ -208,7 +208,9 @@ MAIN_WEIGHTS = SupportedWords(
     axis="main_weights", words=("fp32", "remainders", "fp16"), source=f"{_ARGUMENTS} --main-params-dtype"
 )
 OFFLOADS = SupportedWords(axis="offload", words=("none", "optimizer"), source=f"{_ARGUMENTS} --optimizer-cpu-offload")
-FP8_SCALINGS = SupportedWords(axis="fp8_scaling", words=("tensorwise", "delayed"), source=f"{_ARGUMENTS} --fp8-recipe")
+FP8_SCALINGS = SupportedWords(
+    axis="fp8_scaling", words=("tensorwise", "delayed", "blockwise"), source=f"{_ARGUMENTS} --fp8-recipe"
+)
 SUPPORTED = (
     MAIN_WEIGHTS,
     OFFLOADS,

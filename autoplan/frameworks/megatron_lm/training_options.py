@@ -26,6 +26,9 @@ _PRECISIONS: dict[Precision, dict[str, Value]] = {
 }
 
 
+_SCALINGS = (Fp8Scaling.TENSORWISE, Fp8Scaling.DELAYED, Fp8Scaling.BLOCKWISE)
+
+
 def _write_precision(file: PlanFile) -> dict[str, Value]:
     plan = file.best.plan
     scales = {"fp8_recipe": str(plan.fp8_scaling)} if plan.precision == Precision.FP8 else {}
@@ -34,8 +37,8 @@ def _write_precision(file: PlanFile) -> dict[str, Value]:
 
 def read_scaling(arguments: Options) -> Fp8Scaling:
     """Return the scaling granularity of 8-bit matrix products."""
-    is_delayed = arguments.text("fp8_recipe", "delayed") == "delayed"
-    return Fp8Scaling.DELAYED if is_delayed else Fp8Scaling.TENSORWISE
+    recipe = arguments.text("fp8_recipe", "delayed")
+    return Fp8Scaling(recipe) if recipe in _SCALINGS else Fp8Scaling.TENSORWISE
 
 
 def read_precision(arguments: Options) -> Precision:
@@ -49,7 +52,7 @@ def read_precision(arguments: Options) -> Precision:
     if fp8 and fp8 != "None":
         if recipe == "mxfp8":
             return Precision.MXFP8
-        if recipe not in ("tensorwise", "delayed"):
+        if recipe not in _SCALINGS:
             arguments.remark("fp8_recipe", "priced with one scale a tensor")
         return Precision.FP8
     if not bf16 and not fp16:

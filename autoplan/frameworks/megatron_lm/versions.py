@@ -18,6 +18,7 @@ RELEASES = ("0.17", "0.16", "0.15", "0.14", "0.13", "0.12")
 # First release with an option, or with a value of it.
 _SINCE = {
     **dict.fromkeys(("--pipeline-model-parallel-layout", "--exp-avg-dtype bf16", "--exp-avg-sq-dtype bf16"), "0.13"),
+    "--fp8-recipe blockwise": "0.13",
     **dict.fromkeys(
         (
             *("--use-megatron-fsdp", "--moe-router-fusion", "--rope-type", "--overlap-moe-expert-parallel-comm"),
@@ -43,6 +44,7 @@ _BEFORE: dict[str, tuple[Rule, ...]] = {
     "0.13": (
         *options_lacked(("layers_per_chunk",)),
         SupportedWords(axis="moment_dtype", words=("fp32", "fp8"), source="training/arguments.py:2689").rule(),
+        SupportedWords(axis="fp8_scaling", words=("tensorwise", "delayed"), source="training/arguments.py:1068").rule(),
     ),
     "0.14": (
         *options_lacked(("router_fusion", "ep_overlap")),
