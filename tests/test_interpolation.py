@@ -68,6 +68,16 @@ def test_a_single_point_tells_the_rate_of_its_work() -> None:
     assert table.at(np.array([[8192.0, 2.0]]))[0] == pytest.approx(4.0, rel=0.05)
 
 
+def test_points_below_the_size_that_tells_a_rate_answer_as_far_as_they_are_apart() -> None:
+    """One message of 1 KiB took a gloo pair 1 ms: a MiB does not take a second."""
+    short = Scattered.of(np.array([[1024.0], [16384.0]]), np.array([1.0e-3, 1.1e-3]), (1,), rate_from=2.0**20)
+    assert np.isnan(short.at(np.array([[16384.0 * 16], [16384.0 * 16 + 1]]))).tolist() == [False, True]
+    alone = Scattered.of(np.array([[1024.0]]), np.array([1.0e-3]), (1,), rate_from=2.0**20)
+    assert np.isnan(alone.at(np.array([[4096.0], [2.0**20]]))).tolist() == [False, True]
+    long = Scattered.of(np.array([[2.0**20]]), np.array([2.0e-3]), (1,), rate_from=2.0**20)
+    assert long.at(np.array([[2.0**30]]))[0] == pytest.approx(2.048, rel=0.011)  # `UNSEEN` of it is a start-up
+
+
 def test_no_answer_leads_beyond_what_was_measured_nearby() -> None:
     random = np.random.default_rng(0)
     for _ in range(100):

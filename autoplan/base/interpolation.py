@@ -44,18 +44,25 @@ class Scattered:
     cells: Ints  # (cells, _LEAF): points that are close together, padded with -1
     cell_low: Floats  # (cells, coordinates): bounding box of the points
     cell_high: Floats
+    farthest: float  # greatest first size that is answered
 
     @classmethod
-    def of(cls, sizes: Floats, seconds: Floats, powers: Sequence[int]) -> Scattered:
-        """Prepare the times of points (points, sizes), distinct and positive; the first size grows with the batch."""
+    def of(cls, sizes: Floats, seconds: Floats, powers: Sequence[int], *, rate_from: float = 0.0) -> Scattered:
+        """Prepare the times of points (points, sizes), distinct and positive; the first size grows with the batch.
+
+        Points whose first size is below `rate_from` tell start-up times rather than a rate: from these alone nothing is
+        extrapolated farther than they are apart, or than `FAR`.
+        """
+        low, high = sizes.min(axis=0), sizes.max(axis=0)
         products = _products(sizes, powers)
         weights = _fitted(products, seconds)
         points = _coordinates(sizes)
         leaves = _leaves(points, np.arange(len(points)))
         return cls(
             powers=tuple(powers),
-            low=sizes.min(axis=0),
-            high=sizes.max(axis=0),
+            low=low,
+            high=high,
+            farthest=math.inf if high[0] >= rate_from else high[0] * max(high[0] / low[0], math.exp(FAR)),
             weights=weights,
             points=points,
             residuals=np.log(seconds / (products @ weights)),
@@ -70,7 +77,7 @@ class Scattered:
         Beyond the maximum of the first size the fitted sum is extrapolated, with the residual at the maximum.
         """
         nearer = np.column_stack([np.minimum(sizes[:, 0], self.high[0]), sizes[:, 1:]])
-        inside = np.all((nearer >= self.low) & (nearer <= self.high), axis=1)
+        inside = np.all((nearer >= self.low) & (nearer <= self.high), axis=1) & (sizes[:, 0] <= self.farthest)
         # No matrix product, because its rounding would depend on the number of shapes in a call.
         fitted = np.sum(_products(sizes[inside], self.powers) * self.weights, axis=1)
         seconds = np.full(len(sizes), np.nan)
