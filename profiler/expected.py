@@ -8,15 +8,7 @@ from typing import cast
 from autoplan.profiler.protocol import BESIDE, Hello
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.tasks import TaskKey
-from autoplan.spec.operations import (
-    COLLECTIVES,
-    EXPERTS,
-    NARROW_PRODUCTS,
-    PRODUCTS,
-    SHAPES,
-    TRAINER_UNITS,
-    Operation,
-)
+from autoplan.spec.operations import COLLECTIVES, EXPERTS, NARROW_PRODUCTS, PRODUCTS, SHAPES, TRAINER_UNITS, Operation
 from autoplan.topology.cluster import ClusterSpec
 
 # Assumed kernels of operations without measurements; a real rank tests them and may use others.

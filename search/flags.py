@@ -87,7 +87,6 @@ def _not_an_axis(name: str, names: tuple[str, ...]) -> str:
 
 
 def _fixed(limits: Limits, name: str, text: str) -> Limits:
-    """Return `limits` with one axis fixed."""
     if name not in AXIS or name in ELSEWHERE:
         names = tuple(axis.name for axis in AXES if not axis.elsewhere)
         raise InputError(f"--fix {name}: {_not_an_axis(name, names)}")
@@ -122,7 +121,6 @@ def plain_of(axis: Axis, values: tuple[Value, ...]) -> Value:
 
 
 def _forbidding(limits: Limits, typed: str) -> Limits:
-    """Return `limits` without a choice."""
     name, sign, value = typed.strip().lower().partition("=")
     name = name.replace("-", "_")
     if name in FORBIDDEN_COUNTS:

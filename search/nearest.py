@@ -83,7 +83,6 @@ def neighbours(problem: Problem, plan: ParallelPlan, count: int) -> Iterator[Par
 
 
 def _is_switched(axis: Axis) -> bool:
-    """Return whether switching an axis is worth trying."""
     return axis.kind is Kind.FLAG and axis.exact is None
 
 

@@ -69,7 +69,6 @@ def _promising(frontier: Frontier, groups: Ints, room_bytes: float) -> PlanBatch
 
 
 def _first_of(owner: Ints, value: Floats | Ints) -> Ints:
-    """Return the element with the smallest value of every owner."""
     order = np.lexsort((value, owner))
     return order[np.flatnonzero(np.diff(owner[order], prepend=-1))]
 

@@ -182,7 +182,6 @@ class _Search:
         return self._open_kinds[verdict]
 
     def _merged(self, verdict: int, results: Sequence[BlockResult]) -> Findings:
-        """Merge the findings of blocks with the candidates."""
         candidates = self._candidate_findings(verdict)
         findings = Findings(candidates.incumbents.emptied())
         if candidates.winners.batch is not None:

@@ -262,7 +262,6 @@ def _stop(
 
 
 def _name(plan: ParallelPlan) -> str:
-    """Return a canonical text of the plan."""
     return msgspec.json.encode(plan, order="sorted").decode()
 
 

@@ -16,16 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import (
-    MAX_BYTES,
-    check_target,
-    decode,
-    read_table,
-    read_text,
-    schema,
-    write_folder,
-    write_text,
-)
+from autoplan.base.files import MAX_BYTES, check_target, decode, read_table, read_text, schema, write_folder, write_text
 from autoplan.base.units import FILE_UNITS
 from autoplan.frameworks.presets import framework_schema
 from autoplan.frameworks.registry import facts_files
@@ -198,7 +189,6 @@ def test_a_bad_value_deep_inside_names_its_place() -> None:
         ("bytes_per_reduced_grad", -1.0),
         ("bytes_per_reduced_grad", math.nan),
         ("bytes_moved_per_update", math.inf),
-        ("fsdp_prefetch_units", -5),
         ("bytes_per_weight", -2.0),
         ("step_overhead_s", math.nan),
         ("tp_overlap_share", 1.5),

@@ -492,7 +492,7 @@ def test_the_head_has_a_weight_gradient_buffer_on_the_last_stage() -> None:
 
 
 def test_zero3_gathers_embedding_and_head_and_layers_one_after_another() -> None:
-    framework = BARE.changed(fsdp_prefetch_units=2, bytes_per_reduced_grad=4.0)
+    framework = BARE.changed(bytes_per_reduced_grad=4.0)
     plans = [{"dp_shard": 4, "sharding": sharding} for sharding in ("zero2", "zero3")]
     zero2, zero3 = (stages_of(problem_of(framework=framework), **plan)[0].memory_terms_bytes for plan in plans)
     assert zero3["gathered"] - zero2["gathered"] == pytest.approx((2 * 2 + 4) * LAYER + (2 + 4) * (2 * TABLE + 64))
@@ -500,7 +500,7 @@ def test_zero3_gathers_embedding_and_head_and_layers_one_after_another() -> None
 
 @pytest.mark.parametrize("seq_len", [TOKENS, 64 * TOKENS])
 def test_ends_that_are_gathered_in_turn_stand_beside_logits_or_the_layers_beside_what_they_need(seq_len: int) -> None:
-    framework = BARE.changed(fsdp_prefetch_units=2, bytes_per_reduced_grad=4.0, gathers_ends_in_turn=True)
+    framework = BARE.changed(bytes_per_reduced_grad=4.0, gathers_ends_in_turn=True)
     zero3 = {"dp_shard": 4, "sharding": "zero3"}
     terms = stages_of(problem_of(framework=framework, seq_len=seq_len), **zero3)[0].memory_terms_bytes
     head, layer = (2 + 4) * TABLE, (2 * 2 + 4) * LAYER

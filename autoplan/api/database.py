@@ -137,7 +137,6 @@ def change(keys: Collection[str], reason: str, db: str | None = None, *, hides: 
 
 
 def _reason(text: str) -> str:
-    """Return a reason as it is stored."""
     if reason := cleaned(text).strip():
         return reason
     raise InputError("the reason is empty: give one, for others to read")

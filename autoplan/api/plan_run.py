@@ -110,7 +110,6 @@ def _run_alike(
 
 
 def _traced(task: Task, folder: Path | None) -> Task:
-    """Return the task with traces of its ranks in a folder, if one is given."""
     if folder is None:
         return task
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler writes to stderr otherwise
@@ -167,7 +166,6 @@ def _handed_over(
 
 
 def _mixed_run(file: MixedPlanFile, **task_options: Any) -> tuple[Task, PredictedRun]:
-    """Return the task of a plan of a mixed cluster, and the prediction for it."""
     problem = mixed_problem_of(file)
     check_training(problem.training)
     if problem.framework.name != FRAMEWORK:

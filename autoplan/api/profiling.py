@@ -157,7 +157,6 @@ def planned_profile(
 
 
 def _planned(purpose: _Purpose, hello: Hello, measured: Collection[TaskKey], options: ProfileOptions) -> PlannedProfile:
-    """Return the measurements that the ranks of `hello` have to make."""
     advice = None
     if purpose.open_ranking is not None:
         advice, tasks = purpose.open_ranking.planned(hello, measured)

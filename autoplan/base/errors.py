@@ -78,6 +78,8 @@ class StoreWarning(AutoplanWarning):
     """The timing database contains rows that this version does not understand and ignores."""
 
 
-def refused(refusals: Iterable[tuple[bool, str]]) -> str:
-    """Return the text of the first (is refused, text) that is refused; empty if there is none."""
-    return next((text for is_refused, text in refusals if is_refused), "")
+def refuse(refusals: Iterable[tuple[object, str]], before: str = "", after: str = "") -> None:
+    """Raise InputError with the text of the first (is refused, text) that is refused, between `before` and `after`."""
+    for is_refused, text in refusals:
+        if is_refused:
+            raise InputError(f"{before}{text}{after}")

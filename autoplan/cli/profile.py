@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import InputError, refuse
 from autoplan.cli.inputs import check_output, check_untyped, is_typed, whole_url
 from autoplan.cli.options import DbOption, ForceOption, FrameworkOption, QuietOption, SeqLenOption, whole_number
 
@@ -177,7 +177,7 @@ def _check_together(context: typer.Context, *, is_elsewhere: bool) -> None:
     elif typed["model"] is None:
         context.fail("give MODEL, or the plan file of a search: --for PLAN")
     is_job, prints_json = typed["template"] is not None, typed["json"] and not typed["dry_run"]
-    reason = refused(
+    refuse(
         (
             (typed["nodes"] and not is_elsewhere, "--nodes goes with --dry-run, and with --for PLAN or --cluster"),
             (typed["ranks"] and (is_job or is_elsewhere), "--ranks needs ranks that are started here: leave it out"),
@@ -192,8 +192,6 @@ def _check_together(context: typer.Context, *, is_elsewhere: bool) -> None:
             (is_job and prints_json, "--template prints the output of its job: leave --json out"),
         )
     )
-    if reason:
-        raise InputError(reason)
 
 
 def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> None:

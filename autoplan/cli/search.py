@@ -11,19 +11,12 @@ import typer
 
 import autoplan
 from autoplan import api, report
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import InputError, refuse
 from autoplan.base.urls import command_line
 from autoplan.cli.complete import presets, targets, words
 from autoplan.cli.files import write_page
 from autoplan.cli.flags import PROBLEM, RUN, shared_flags
-from autoplan.cli.inputs import (
-    check_outputs,
-    is_typed,
-    problem_options,
-    run_options,
-    typed_options,
-    whole_url,
-)
+from autoplan.cli.inputs import check_outputs, is_typed, problem_options, run_options, typed_options, whole_url
 from autoplan.cli.options import (
     AsOption,
     ClusterOption,
@@ -236,8 +229,7 @@ def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
         (is_shared, "a mixed cluster is searched by one process: leave --storage and related options out"),
         (is_for_run, "mixed clusters do not support objectives and runs yet: leave their options out"),
     )
-    if reason := refused(refusals):
-        raise InputError(reason)
+    refuse(refusals)
 
 
 def _hand_over(

@@ -17,14 +17,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
-from autoplan.cost.spreads import (
-    NORMAL_90,
-    exposed_shares,
-    special_parts,
-    spread_kinds,
-    spread_range,
-    width_of,
-)
+from autoplan.cost.spreads import NORMAL_90, exposed_shares, special_parts, spread_kinds, spread_range, width_of
 from autoplan.spec.calibration import FACTORS, TIME_SPREADS, Calibration
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.plan import ParallelPlan, PlanBatch

@@ -16,13 +16,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.collectives.collective import LinkTimes
-from autoplan.cost.collectives.end_of_step import (
-    FirstStage,
-    end_of_step_s,
-    optimizer_s,
-    shown_gather_s,
-    shown_reduce_s,
-)
+from autoplan.cost.collectives.end_of_step import FirstStage, end_of_step_s, optimizer_s, shown_gather_s, shown_reduce_s
 from autoplan.cost.collectives.pipeline_messages import tied_table
 from autoplan.cost.memory.parameters import layer_parameters, updated_parameters
 from autoplan.cost.passes import Pass, SplitPass

@@ -16,14 +16,7 @@ from typing import get_args
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file
 from autoplan.base.units import check_count
-from autoplan.frameworks.common.log_lines import (
-    MAX_STEP_S,
-    LineContent,
-    LineSplitter,
-    ReadLine,
-    Source,
-    split_label,
-)
+from autoplan.frameworks.common.log_lines import MAX_STEP_S, LineContent, LineSplitter, ReadLine, Source, split_label
 from autoplan.frameworks.registry import LOGS
 
 WARMUP = 2  # first steps after a start, in which kernels are tuned and compiled, memory reserved, connections opened

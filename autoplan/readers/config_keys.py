@@ -14,15 +14,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import read_table, shipped
-from autoplan.spec.model import (
-    Encoder,
-    Experts,
-    LatentAttention,
-    LinearAttention,
-    Mamba,
-    ModelSpec,
-    WindowAttention,
-)
+from autoplan.spec.model import Encoder, Experts, LatentAttention, LinearAttention, Mamba, ModelSpec, WindowAttention
 
 MOST = 10**9  # limit of any count in a config.json
 ABSENT: Any = object()
@@ -167,7 +159,6 @@ class Keys:
 
 @functools.cache
 def _hints(part: type) -> dict[str, tuple[Any, bool]]:
-    """Return the type of each field, and whether it has a default."""
     hints = typing.get_type_hints(part)
     return {field.name: (hints[field.name], field.default is not MISSING) for field in fields(part)}
 

@@ -13,12 +13,7 @@ from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.cost.kernels.sequences import tokens_per_sample, useful
 from autoplan.report.ranking import MIN_OFF, SHOWN_PLANS, choice_lines, print_ranking, reasons, slower, why_first
-from autoplan.report.terminal import (
-    labelled,
-    number_ranges,
-    print_part,
-    repetitions,
-)
+from autoplan.report.terminal import labelled, number_ranges, print_part, repetitions
 from autoplan.spec.estimate import datasheet_peak
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import TRAITS

@@ -10,13 +10,7 @@ from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.cost.spreads import NORMAL_90
-from autoplan.report.terminal import (
-    END_OF_STEP,
-    MIN_GAP,
-    WAITS,
-    print_table,
-    term_name,
-)
+from autoplan.report.terminal import END_OF_STEP, MIN_GAP, WAITS, print_table, term_name
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.search_result import Confidence, ObviousPlan, RankedPlan
 

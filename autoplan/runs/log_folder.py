@@ -152,7 +152,6 @@ def _started_by(
     launches: dict[Path, list[Path]],
     reading: Callable[[Path], Launch | str],
 ) -> tuple[Path, Launch]:
-    """Return the launch file of the log `name`."""
     places: Iterable[Path] = (log.parent, *log.parent.parents)
     candidates = next((launches[place] for place in places if place in launches), [])
     if not candidates:

@@ -359,7 +359,6 @@ def started_plan(
 
 
 def _parts_of_nodes(problem: MixedProblem, parts: Sequence[int]) -> tuple[int, ...]:
-    """Return the part of every node, from the part of every rank."""
     if len(sizes := {problem.cluster.parts[part].devices_per_node for part in parts}) > 1:
         raise InputError(f"its nodes have {_listed(sizes)} devices")
     size = sizes.pop()

@@ -99,7 +99,6 @@ def _with_microbatches(question: Question, count: int) -> Question:
 
 
 def _with_layers(question: Question, num_layers: int) -> Question:
-    """Return the plan with chunks of `num_layers`."""
     plan = question.plan
     model = replace(question.model, num_layers=num_layers * plan.pp * plan.vp)
     return replace(question, model=model, plan=replace(plan, layers_per_chunk=None))

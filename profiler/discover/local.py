@@ -76,7 +76,6 @@ def see(
 
 
 def _output(tool: Tool) -> str | None:
-    """Return the output of `tool`; None if it is not installed."""
     try:
         process = subprocess.run(
             tool,

@@ -75,7 +75,6 @@ def parse(text: str) -> ObservedNode:
 
 
 def _leaves(cpu: Element) -> Iterator[_Leaf]:
-    """Yield the leaves below a <cpu>."""
     host, numa = cpu.get("host_hash"), cpu.get("numaid")
     node = cpu.number("numaid", at_most=MAX_DEVICES) if numa not in ("", "-1") else None
     bridge = f"{host}/{numa}"

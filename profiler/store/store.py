@@ -414,7 +414,6 @@ class Store:
     def _rows_with_machines(
         self, query: Select[Any], number: ColumnElement[int]
     ) -> Iterator[tuple[Row[Any], Fingerprint]]:
-        """Yield `_rows`, each with its machine."""
         machines = self._machines()
         for row in self._rows(query, number):
             if row.fingerprint_id not in machines:  # another process has added a machine since

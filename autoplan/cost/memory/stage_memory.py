@@ -26,12 +26,7 @@ from autoplan.cost.memory.allocator_cache import cached_bytes
 from autoplan.cost.memory.fsdp2_peaks import Snapshots, at_peak, pass_terms, stage_terms, with_gathered
 from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
 from autoplan.cost.memory.gathered import gathered_bytes
-from autoplan.cost.memory.parameters import (
-    StageParameters,
-    spread_bytes,
-    stage_parameters,
-    updated_parameters,
-)
+from autoplan.cost.memory.parameters import StageParameters, spread_bytes, stage_parameters, updated_parameters
 from autoplan.cost.memory.recompute import Parts, whole_bytes
 from autoplan.cost.memory.state_types import (
     grad_bytes,
@@ -43,10 +38,7 @@ from autoplan.cost.memory.state_types import (
 )
 from autoplan.cost.memory.training_states import held_weight_bytes, states
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
-from autoplan.cost.pipeline.layout import (
-    StageBlocks,
-    stage_blocks,
-)
+from autoplan.cost.pipeline.layout import StageBlocks, stage_blocks
 from autoplan.spec.enums import CudaGraphs, Precision, Sharding
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import ENCODER_BLOCKS, Block

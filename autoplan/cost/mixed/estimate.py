@@ -100,7 +100,6 @@ def _layer_s(layout: PartLayout) -> Floats:
 def _stage_costs(
     problem: MixedProblem, kinds: Sequence[ReplicaKind], pipelines: LaidOutPipelines
 ) -> list[tuple[MixedStageCost, ...]]:
-    """Return the stages of every kind."""
     layouts, shape = pipelines.layouts, pipelines.forward_s.shape
     layer_s = [_layer_s(layout) for layout in layouts]
     of_layers = [

@@ -102,7 +102,6 @@ def _with_torch(
     *,
     is_table: bool,
 ) -> Launch:
-    """Return the launch with FSDP2 or DistributedDataParallel."""
     assert context.model is not None
     assert context.num_devices is not None
     num_devices = context.num_devices
@@ -261,7 +260,6 @@ class _Started:
 
 
 def _settings(arguments: Options) -> dict[str, str]:
-    """Return the arguments of a program as variables."""
     values = {name: arguments.value(name.lower()) for name in _PROGRAM}
     return {name: str(value) for name, value in values.items() if value is not None}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.base.arrays import Bools
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import refuse
 from autoplan.frameworks.automodel.options import (
     ADAPTER_DTYPE,
     DEGREES,
@@ -318,8 +318,7 @@ def _check(plan_file: PlanFile) -> None:
             f"batching {training.batching}: plan with packed or padded",
         ),
     )
-    if refusal := refused(refusals):
-        raise InputError(f"NeMo AutoModel cannot express {refusal}")
+    refuse(refusals, "NeMo AutoModel cannot express ")
 
 
 def _refused_tuning(finetuning: FineTuning) -> str:

@@ -8,15 +8,7 @@ from typing import Any
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.accelerate import options as accelerate
 from autoplan.frameworks.accelerate.export import is_quantized, is_sharded, is_unmixed
-from autoplan.frameworks.axolotl.options import (
-    BATCHINGS,
-    KEEPS,
-    LENGTH,
-    LORA_KERNELS,
-    MESH,
-    NAMES,
-    OPTIMIZER_WORDS,
-)
+from autoplan.frameworks.axolotl.options import BATCHINGS, KEEPS, LENGTH, LORA_KERNELS, MESH, NAMES, OPTIMIZER_WORDS
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft

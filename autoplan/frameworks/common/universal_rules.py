@@ -92,14 +92,12 @@ def _adams_types(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 def _of_adam(plan: ParallelPlan) -> str:
-    """The choices of a plan that only Adam has."""
     plain = {"moment_dtype": MomentType.FP32, "main_weights": MainWeights.FP32, "offload": Offload.NONE}
     chosen = {name: getattr(plan, name) for name in plain}
     return " and ".join(f"{name} {value}" for name, value in chosen.items() if value != plain[name])
 
 
 def _whole_matrices(workload: Workload, batch: PlanBatch) -> Bools:
-    """Muon takes whole matrices."""
     if not TRAITS[workload.training.optimizer].orthogonalises:
         return all_true(batch)
     return batch.sharding != Sharding.ZERO3.code

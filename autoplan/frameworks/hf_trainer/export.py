@@ -85,7 +85,6 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
 
 
 def _takes_deepspeed(plan_file: PlanFile) -> bool:
-    """Return whether the plan was priced for DeepSpeed."""
     return plan_file.framework.rules == "deepspeed"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import refuse
 from autoplan.frameworks.accelerate import options as accelerate
 from autoplan.frameworks.accelerate.export import is_unmixed
 from autoplan.frameworks.accelerate.rules import RULES
@@ -187,5 +187,4 @@ def check_expressible(
         ),
         *more,
     )
-    if refusal := refused(refusals):
-        raise InputError(f"{title} cannot express {refusal}")
+    refuse(refusals, f"{title} cannot express ")

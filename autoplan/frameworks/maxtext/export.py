@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import refuse
 from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
@@ -170,8 +170,7 @@ def _model(plan_file: PlanFile) -> dict[str, Any]:
         ),
         (moe is not None and moe.interval != 1, "layers without experts"),
     )
-    if refusal := refused(refusals):
-        raise InputError(f"{TARGET.title} cannot express {refusal} (model {model.name!r})")
+    refuse(refusals, f"{TARGET.title} cannot express ", f" (model {model.name!r})")
     ffn = {FFN_SIZE.key: FFN_SIZE.value(plan_file)}
     sizes = written((*SIZES, KV_HEADS, HEAD_DIM), plan_file)
     experts = written(EXPERTS, plan_file) if moe else {}
@@ -206,8 +205,7 @@ def _check(plan_file: PlanFile) -> None:
             f"{plan_file.cluster.device.name}: its launch files are for NVIDIA's GPUs; export to another target",
         ),
     )
-    if refusal := refused(refusals):
-        raise InputError(f"{title} cannot express {refusal}")
+    refuse(refusals, f"{title} cannot express ")
 
 
 TARGET = Target(name=NAME, title="MaxText", rules=("maxtext",), job=job, limits=LIMITS)

@@ -6,7 +6,7 @@ below megatron/ there.
 
 from __future__ import annotations
 
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import InputError, refuse
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Constant
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
@@ -124,8 +124,7 @@ def _check_model(model: ModelSpec, name: str) -> None:
             "a bias of the router unlike those of other matrices",
         ),
     )
-    if refusal := refused(refusals):
-        raise InputError(f"{name}'s GPT models cannot express {refusal} of model {model.name!r}")
+    refuse(refusals, f"{name}'s GPT models cannot express ", f" of model {model.name!r}")
 
 
 def _check_training(plan_file: PlanFile, name: str) -> None:

@@ -5,14 +5,7 @@ from __future__ import annotations
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.option_table import Fields, Option, Value
 from autoplan.frameworks.megatron_lm.notation import MAX_LAYERS, layout_counts, pipeline_layout
-from autoplan.frameworks.megatron_lm.table import (
-    BRIDGE,
-    Line,
-    Reading,
-    Special,
-    switches,
-    valued,
-)
+from autoplan.frameworks.megatron_lm.table import BRIDGE, Line, Reading, Special, switches, valued
 from autoplan.spec.plan import chunk_layers, even_chunks
 from autoplan.spec.plan_file import PlanFile
 

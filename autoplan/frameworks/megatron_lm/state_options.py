@@ -6,16 +6,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.option_table import Assumed, Constant, Fields, Option, Value
 from autoplan.frameworks.common.options import Options
 from autoplan.frameworks.megatron_lm.rules import is_precision_aware
-from autoplan.frameworks.megatron_lm.table import (
-    BRIDGE,
-    DDP,
-    DIST,
-    OPTIMIZER,
-    Line,
-    Reading,
-    Special,
-    switches,
-)
+from autoplan.frameworks.megatron_lm.table import BRIDGE, DDP, DIST, OPTIMIZER, Line, Reading, Special, switches
 from autoplan.spec.enums import GradType, MainWeights, MomentType, Offload, Precision, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile

@@ -7,13 +7,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.option_table import Constant, Value
 from autoplan.frameworks.common.options import Options
-from autoplan.frameworks.megatron_lm.table import (
-    OPTIMIZER,
-    Line,
-    Special,
-    switches,
-    valued,
-)
+from autoplan.frameworks.megatron_lm.table import OPTIMIZER, Line, Special, switches, valued
 from autoplan.spec.enums import Fp8Scaling, Precision
 from autoplan.spec.plan_file import PlanFile
 

@@ -5,7 +5,7 @@ Arguments have Megatron-LM's names, and switches have explicit values.  The mode
 
 from __future__ import annotations
 
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import refuse
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, Line, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value
 from autoplan.frameworks.common.rules import Rule, all_true, check_limits
@@ -73,7 +73,6 @@ def _group(name: str, note: str, tables: list[dict[str, Value]]) -> OptionGroup:
 
 
 def _words(table: dict[str, Value]) -> Line:
-    """Return arguments as command-line words."""
     words: Line = []
     for name, value in table.items():
         values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
@@ -196,8 +195,7 @@ def _check(plan_file: PlanFile) -> None:
             f"batching {training.batching}: plan with {', '.join(BATCHINGS)}",
         ),
     )
-    if refusal := refused(refusals):
-        raise InputError(f"{NAME} cannot express {refusal}")
+    refuse(refusals, f"{NAME} cannot express ")
 
 
 def _refusals_of_model(model: ModelSpec) -> tuple[tuple[bool, str], ...]:

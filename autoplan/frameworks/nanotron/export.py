@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import refuse
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
@@ -138,8 +138,7 @@ def _check(plan_file: PlanFile) -> None:
         (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}"),
         (training.fused_norm is False, "norms that are not fused"),
     )
-    if refusal := refused(refusals):
-        raise InputError(f"nanotron cannot express {refusal} (model {model.name!r})")
+    refuse(refusals, "nanotron cannot express ", f" (model {model.name!r})")
 
 
 def _model_config(plan_file: PlanFile) -> dict[str, Any]:

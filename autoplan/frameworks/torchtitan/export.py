@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import InputError, refuse
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
@@ -149,8 +149,7 @@ def _check(plan_file: PlanFile, version: str) -> None:
             f"precision 'fp8' on {plan_file.cluster.device.name}: plan with another one",
         ),
     )
-    if refusal := refused(refusals):
-        raise InputError(f"torchtitan cannot express {refusal}")
+    refuse(refusals, "torchtitan cannot express ")
 
 
 # -- version 0.3 and main: a module of a config registry --------------------------------------------------------------

@@ -363,7 +363,6 @@ def _devices(words: list[str], variables: dict[str, str]) -> int | None:
 
 
 def _base(module: Any, config: Any, context: LaunchContext) -> Content:
-    """Return the configuration that a named config starts from."""
     facts = _facts()
     if module is None or config is None:
         raise InputError("the command names no --module and --config of torchtitan 0.3")

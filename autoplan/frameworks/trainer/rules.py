@@ -7,7 +7,7 @@ used.  Places are functions of this project.
 
 from __future__ import annotations
 
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import InputError, refuse
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
@@ -100,5 +100,4 @@ def check_model(model: ModelSpec) -> None:
         (model.qk_norm == "full", "a norm over all queries and keys"),
         (model.moe is not None and model.moe.latent_size is not None, "experts in a latent space"),
     )
-    if refusal := refused(refusals):
-        raise InputError(f"the built-in trainer does not support {refusal} of model {model.name!r}: run a --command")
+    refuse(refusals, "the built-in trainer does not support ", f" of model {model.name!r}: run a --command")

@@ -5,7 +5,7 @@ The model is a checkpoint on a hub, which Megatron-Bridge converts to Megatron-C
 
 from __future__ import annotations
 
-from autoplan.base.errors import InputError, refused
+from autoplan.base.errors import refuse
 from autoplan.frameworks.common.job import Job, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value
 from autoplan.frameworks.common.rules import Rule, check_limits
@@ -17,16 +17,7 @@ from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
-from autoplan.frameworks.verl.options import (
-    DDP,
-    DTYPE,
-    DYNAMIC,
-    ELSEWHERE,
-    LENGTH,
-    OPTIMIZER,
-    TRANSFORMER,
-    place_of,
-)
+from autoplan.frameworks.verl.options import DDP, DTYPE, DYNAMIC, ELSEWHERE, LENGTH, OPTIMIZER, TRANSFORMER, place_of
 from autoplan.spec.enums import (
     CudaGraphs,
     GradType,
@@ -165,8 +156,7 @@ def _check(plan_file: PlanFile) -> None:
         ),
         (training.document_len is not None, "documents packed into a sequence: plan with --lengths"),
     )
-    if refusal := refused(refusals):
-        raise InputError(f"{NAME} cannot express {refusal}")
+    refuse(refusals, f"{NAME} cannot express ")
 
 
 TARGET = Target(
