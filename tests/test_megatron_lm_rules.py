@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoplan.frameworks.common import universal_rules as universal
-from autoplan.frameworks.common.rules import broken, legal
+from autoplan.frameworks.common.rules import ANY_FRAMEWORK, broken, legal
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.spec.model import Experts, LatentAttention, LinearAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -239,5 +239,5 @@ def test_a_batch_is_judged_as_its_plans_one_by_one(model: ModelSpec, batch: list
 def test_the_rules_name_their_places() -> None:
     assert RULES[: len(universal.RULES)] == universal.RULES
     # Options of other frameworks, and fp32, are refused by no line of Megatron-LM.
-    for rule in (rule for rule in RULES[len(universal.RULES) :] if rule.source != universal.SOURCE):
+    for rule in (rule for rule in RULES[len(universal.RULES) :] if rule.source != ANY_FRAMEWORK):
         assert rule.source.startswith("TransformerEngine ") or re.fullmatch(r"[\w/]+\.py(:\d+| --[\w-]+)", rule.source)

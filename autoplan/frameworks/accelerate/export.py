@@ -17,7 +17,6 @@ from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, only
 from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, peft_duties, peft_files, refused_by_lora_config
-from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.fsdp2.rules import rules_offering
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
 from autoplan.spec.enums import MainWeights, Offload, Precision, Recompute, ReduceType, Sharding
@@ -122,29 +121,24 @@ LIMITS = (
     only("sp", False, why="the tensor parallelism of transformers has no sequence parallelism, leave sp out"),
     *FSDP2_OVERLAPS,
     Rule(
-        source=SOURCE,
         holds=lambda s, b: b.reduce_dtype == ReduceType.USUAL.code,
         text=lambda s, p: f"reduce_dtype {p.reduce_dtype}: its mixed precision reduces in 16 bits, leave it out",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.offload == Offload.NONE.code) | _is_sharded(b),
         text=lambda s, p: f"offload {p.offload!r} without ranks to shard over: it needs FSDP, leave it out",
     ),
     only("recompute", Recompute.NONE, Recompute.FULL, why="use full or none"),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.recompute_num_layers == 0) | (b.recompute_num_layers == ALL_LAYERS),
         text=lambda s, p: f"recompute of {p.recompute_num_layers} layers: use full or none",
     ),
     only("precision", Precision.BF16, Precision.FP16, Precision.FP8, Precision.FP32, why="use bf16 or fp8"),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.tp * b.cp == 1) | _is_sharded(b),
         text=lambda s, p: "tp or cp of states that are not sharded: use zero3 with dp_shard > 1",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.sharding == Sharding.NONE.code) | _is_sharded(b),
         text=lambda s, p: f"{p.sharding} over one rank: use none, or a larger dp_shard",
     ),

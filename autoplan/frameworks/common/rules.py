@@ -17,14 +17,16 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
 
+ANY_FRAMEWORK = "any framework"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
     """Condition on plans: `holds` tells for every plan of a batch, `text` is the rule with the values of one plan."""
 
-    source: str  # file and line in the framework, at the commit that the module names
     holds: Callable[[Workload, PlanBatch], Bools]
     text: Callable[[Workload, ParallelPlan], str]
+    source: str = ANY_FRAMEWORK  # file and line in the framework, at the commit that the module names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +35,7 @@ class SupportedWords:
 
     axis: str
     words: tuple[str, ...]
-    source: str
+    source: str = ANY_FRAMEWORK
 
     def rule(self) -> Rule:
         """Return the rule that a plan uses one of them."""

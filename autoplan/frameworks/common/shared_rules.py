@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Bools
-from autoplan.frameworks.common.rules import Rule, all_true
-from autoplan.frameworks.common.universal_rules import SOURCE
+from autoplan.frameworks.common.rules import ANY_FRAMEWORK, Rule, all_true
 from autoplan.frameworks.common.widths import gemm_widths, kv_groups
 from autoplan.spec.axes import AXIS, Kind, Value
 from autoplan.spec.enums import Fp8Scaling, MainWeights, Precision, RankOrder, Sharding
@@ -14,7 +13,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.workload import Workload
 
 
-def only(axis: str, *values: Value | int, why: str, source: str = SOURCE) -> Rule:
+def only(axis: str, *values: Value | int, why: str, source: str = ANY_FRAMEWORK) -> Rule:
     """Return the rule that a plan has one of these values of an axis; `why` ends what is said of others."""
     row, codes = AXIS[axis], [AXIS[axis].code(value) for value in values]
 
@@ -85,7 +84,6 @@ def whole_experts(source: str) -> Rule:
 
 
 SCALING_NEEDS_FP8 = Rule(
-    source=SOURCE,
     holds=lambda s, b: (b.fp8_scaling == Fp8Scaling.TENSORWISE.code) | (b.precision == Precision.FP8.code),
     text=lambda s, p: f"fp8_scaling {p.fp8_scaling} needs precision fp8, it is {p.precision}: leave it out",
 )
@@ -145,7 +143,6 @@ USUAL_RANK_ORDER = only("rank_order", RankOrder.DP_BEFORE_PP, why="leave it out"
 def stages_last(why: str) -> Rule:
     """Return the limit of a target whose mesh numbers the stages of a pipeline last."""
     return Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.rank_order == RankOrder.DP_BEFORE_PP.code) | (b.pp == 1) | (b.dp == 1),
         text=lambda s, p: f"rank_order {p.rank_order}: {why}",
     )
@@ -154,7 +151,6 @@ def stages_last(why: str) -> Rule:
 def gathers_ahead(why: str) -> Rule:
     """Return the rule that a plan with sharded states gathers parameters ahead; `why` ends what is said of others."""
     return Rule(
-        source=SOURCE,
         holds=lambda s, b: b.param_gather_overlap | (b.sharding == Sharding.NONE.code),
         text=lambda s, p: f"param_gather_overlap off: {why}",
     )
@@ -162,12 +158,10 @@ def gathers_ahead(why: str) -> Rule:
 
 FSDP2_OVERLAPS = (
     Rule(
-        source=SOURCE,
         holds=lambda s, b: ~(b.tp_overlap | b.ep_overlap),
         text=lambda s, p: f"{'tp_overlap' if p.tp_overlap else 'ep_overlap'}: leave it out",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: b.grad_reduce_overlap & (b.param_gather_overlap | (b.sharding == Sharding.NONE.code)),
         text=lambda s, p: (
             f"{'param_gather_overlap' if p.grad_reduce_overlap else 'grad_reduce_overlap'} off: FSDP2 always overlaps"

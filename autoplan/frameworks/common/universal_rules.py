@@ -23,8 +23,6 @@ from autoplan.spec.plan import (
 )
 from autoplan.spec.workload import Workload
 
-SOURCE = "any framework"
-
 
 def _encoder(workload: Workload, batch: PlanBatch) -> Bools:
     """What is encoded is not cut into pieces of a context, stages send no more, and ranks have whole heads of it."""
@@ -105,22 +103,18 @@ def _whole_matrices(workload: Workload, batch: PlanBatch) -> Bools:
 
 RULES: tuple[Rule, ...] = (
     Rule(
-        source=SOURCE,
         holds=_adams_types,
         text=lambda s, p: f"{_of_adam(p)} needs Adam, the optimizer is {s.training.optimizer}: leave one of them out",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.offload != Offload.PARAMETERS.code) | ((b.sharding == Sharding.ZERO3.code) & (b.pp == 1)),
         text=lambda s, p: f"offload 'parameters' with {p.sharding} and pp {p.pp} is not priced: use zero3 and pp 1",
     ),
     Rule(
-        source=SOURCE,
         holds=_whole_matrices,
         text=lambda s, p: f"muon with {p.sharding} is not priced: use zero1",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: b.num_devices == s.num_devices,
         text=lambda s, p: (
             f"tp {p.tp} x cp {p.cp} x pp {p.pp} x dp {p.dp} needs {p.num_devices} devices, there are {s.num_devices}: "
@@ -128,7 +122,6 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        source=SOURCE,
         # Require a whole number of micro-batches a replica, at least one.
         holds=lambda s, b: (b.num_microbatches >= 1) & (b.global_batch % (b.micro_batch * b.dp) == 0),
         text=lambda s, p: (
@@ -137,37 +130,30 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: s.model.num_heads % b.tp == 0,
         text=lambda s, p: f"num_heads {s.model.num_heads} must be divisible by tp {p.tp}: lower tp",
     ),
     Rule(
-        source=SOURCE,
         holds=_encoder,
         text=_encoder_text,
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.pp == 1) | (not s.model.shared_layers),
         text=lambda s, p: f"layers that share their weights with pp {p.pp}: only pp 1 is priced",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.tp == 1) | (s.model.mamba is None or not s.model.mamba.dt_rank),
         text=lambda s, p: f"scans of Mamba-1 with tp {p.tp}: only tp 1 is priced",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.cp == 1) | (not s.model.short_conv_kernel),
         text=lambda s, p: f"convolutions with cp {p.cp}: only cp 1 is priced",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: ((b.tp == 1) & (b.cp == 1)) | (s.model.window_attention is None),
         text=lambda s, p: f"heads of two sizes with tp {p.tp} and cp {p.cp}: only tp 1 and cp 1 are priced",
     ),
     Rule(
-        source=SOURCE,
         holds=_linear_attention,
         text=lambda s, p: (
             f"linear attention with cp {p.cp} and tp {p.tp}: only cp 1 is priced, and tp must divide its "
@@ -175,26 +161,22 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: all_true(b) if s.model.moe else (b.ep == 1) & (b.etp == 1),
         text=lambda s, p: f"ep {p.ep} and etp {p.etp} need a model with experts: set both to 1",
     ),
     Rule(
-        source=SOURCE,
         holds=_experts,
         text=lambda s, p: (
             f"num_experts {s.model.moe.num_experts if s.model.moe else 0} must be divisible by ep {p.ep}: lower ep"
         ),
     ),
     Rule(
-        source=SOURCE,
         holds=_expert_grid,
         text=lambda s, p: (
             f"the {p.tp * p.cp * p.dp} devices of a stage must be divisible by etp {p.etp} x ep {p.ep}: lower ep or etp"
         ),
     ),
     Rule(
-        source=SOURCE,
         holds=_chunk_count,
         text=lambda s, p: (
             f"pp {p.pp} x vp {p.vp} chunks exceed the {s.model.num_layers} layers, of which every rank has one, "
@@ -202,13 +184,11 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        source=SOURCE,
         # Single plans of fewer micro-batches cannot be made at all.
         holds=lambda s, b: (b.schedule != Schedule.DUALPIPE_V.code) | (b.num_microbatches >= 2 * b.pp),
         text=lambda s, p: f"dualpipe-v needs 2 pp micro-batches, there are {p.num_microbatches}: use zb-v or lower pp",
     ),
     Rule(
-        source=SOURCE,
         holds=_followed,
         text=lambda s, p: (
             f"{p.schedule} with pp {p.pp}, vp {p.vp} and {p.num_microbatches} micro-batches has more than the "
@@ -220,7 +200,6 @@ RULES: tuple[Rule, ...] = (
 
 def _no_parts(origin: str) -> Rule:
     return Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.recompute_modules & ~DEFAULT_MODULE_BITS) == 0,
         text=lambda s, p: f"recompute of {' and '.join(p.recompute_modules)} is known {origin} only: use none or full",
     )
@@ -228,7 +207,6 @@ def _no_parts(origin: str) -> Rule:
 
 def _all_or_none(origin: str) -> Rule:
     return Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.recompute != FULL) | (b.recompute_num_layers == ALL_LAYERS),
         text=lambda s, p: (
             f"recompute of {p.recompute_num_layers} layers of a chunk is known {origin} only: use none or full"
@@ -247,14 +225,12 @@ ALL_OR_NONE = _all_or_none("of Megatron-LM and plain PyTorch")
 
 # Where a framework could do without mixed precision, and is not priced so.
 NO_FP32 = Rule(
-    source=SOURCE,
     holds=lambda s, b: b.precision != Precision.FP32.code,
     text=lambda s, p: f"precision {p.precision!r} is known of the built-in trainer only: use bf16",
 )
 
 # Where a framework's own rules are not written down.
 FOLDED = Rule(
-    source=SOURCE,
     holds=_folded,
     text=lambda s, p: (
         f"rank_order {p.rank_order} needs ep {p.ep} x etp {p.etp} to be tp {p.tp} x cp {p.cp}: "
@@ -284,14 +260,12 @@ def options_lacked(axes: Collection[str]) -> tuple[Rule, ...]:
     special = {
         # Of states that are not sharded every replica has a copy.
         "dp_replicate": Rule(
-            source=SOURCE,
             holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),
             text=lambda s, p: f"dp_replicate {p.dp_replicate} with {p.sharding} is known {origin} only: leave it out",
         ),
         "recompute_modules": _no_parts(origin),
         "recompute_num_layers": _all_or_none(origin),
         "layers_per_chunk": Rule(
-            source=SOURCE,
             holds=_even_chunks,
             text=lambda s, p: (
                 f"{s.model.num_layers} layers in {p.pp * p.vp} chunks: unequal chunks are known {origin} only: "
@@ -318,7 +292,6 @@ def words_left(book: Rulebook, lacks: Iterable[tuple[str, str]]) -> tuple[Suppor
 def _option_of_others(axis: Axis, origin: str = "") -> Rule:
     plain, is_flag = axis.code(axis.default), axis.kind is Kind.FLAG
     return Rule(
-        source=SOURCE,
         holds=lambda s, b: getattr(b, axis.name) == plain,
         text=lambda s, p: (
             f"{axis.name}{'' if is_flag else f' {getattr(p, axis.name)}'} is known {origin or f'of {axis.known_of}'} "

@@ -16,7 +16,6 @@ from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
 from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_lora_config
-from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.deepspeed.options import (
     ACCUMULATION,
     CP,
@@ -107,18 +106,15 @@ _LIMITS_WITH_MICS = (
     only("dropout", False, why="the model has it, plan without"),
     USUAL_RANK_ORDER,
     Rule(
-        source=SOURCE,
         holds=lambda s, b: b.param_gather_overlap | ~np.isin(b.sharding, _GATHERS),
         text=lambda s, p: f"param_gather_overlap off with {p.sharding}: it has no switch for it",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding != _ZERO3) | (b.tp * b.cp == 1),
         text=lambda s, p: "partial sharding with tp or cp: MiCS shards over neighbouring ranks, set dp_replicate to 1",
     ),
 )
 _SHARDS_OVER_ALL = Rule(
-    source=SOURCE,
     holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding != _ZERO3),
     text=lambda s, p: (
         f"zero3 over {p.dp_shard} of {p.dp} replicas: MiCS was removed after {_WITH_MICS}, shard over all "

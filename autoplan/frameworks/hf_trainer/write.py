@@ -15,7 +15,6 @@ from autoplan.frameworks.common.option_table import Option, Value, written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32
-from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.hf_trainer.options import PRECISIONS
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Precision, Sharding
@@ -36,12 +35,10 @@ def written_precision(plan: ParallelPlan) -> dict[str, Value]:
 
 NO_MESH = (
     Rule(
-        source=SOURCE,
         holds=lambda s, b: b.tp * b.cp == 1,
         text=lambda s, p: f"tp {p.tp} and cp {p.cp}: no argument sets a mesh, set both to 1 or use axolotl",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),
         text=lambda s, p: f"dp_replicate {p.dp_replicate}: no argument sets a mesh, shard over all or use axolotl",
     ),

@@ -5,5 +5,5 @@ from dataclasses import replace
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import SupportedWords
 
-OFFLOADS = SupportedWords(axis="offload", words=("none", "optimizer"), source=universal.SOURCE)
+OFFLOADS = SupportedWords(axis="offload", words=("none", "optimizer"))
 BOOK = replace(universal.BOOK, rules=(*universal.BOOK.rules, OFFLOADS.rule()), supported=(OFFLOADS,))

@@ -19,7 +19,6 @@ from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, Launc
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import gathers_ahead, only, stages_last
-from autoplan.frameworks.common.universal_rules import SOURCE
 from autoplan.frameworks.torchtitan.families import builder_of, family_of, write_sizes
 from autoplan.frameworks.torchtitan.options import (
     CONVERTERS,
@@ -95,12 +94,10 @@ _LIMITS_OF_ALL = (
     only("grad_reduce_overlap", True, why="FSDP2 always overlaps the reduction"),
     gathers_ahead("FSDP2 always gathers ahead"),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.precision != Precision.NVFP4.code) | (s.model.moe is None),
         text=lambda s, p: "precision 'nvfp4' of experts: plan with mxfp8",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: ~b.tp_overlap | (s.training.fused_norm is not False),
         text=lambda s, p: "tp_overlap without compilation: leave fused_norm out",
     ),
@@ -108,7 +105,6 @@ _LIMITS_OF_ALL = (
 LIMITS = (
     *_LIMITS_OF_ALL,
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.precision != Precision.FP8.code) | (b.fp8_scaling == Fp8Scaling.ROWWISE.code),
         text=lambda s, p: f"fp8_scaling {p.fp8_scaling}: 0.3 scales rows alone, plan so or use --to torchtitan@0.2",
     ),
@@ -116,17 +112,14 @@ LIMITS = (
 _OLD_LIMITS = (
     *_LIMITS_OF_ALL,
     Rule(
-        source=SOURCE,
         holds=lambda s, b: b.precision != Precision.NVFP4.code,
         text=lambda s, p: "precision 'nvfp4' in version 0.2: export for 0.3",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.tp == 1) | b.sp,
         text=lambda s, p: "tp without sp in version 0.2: plan with sp or export for 0.3",
     ),
     Rule(
-        source=SOURCE,
         holds=lambda s, b: (b.pp == 1) | (family_of(s.model) not in ("qwen3", "gpt_oss")),
         text=lambda s, p: f"a pipeline of {family_of(s.model)} in version 0.2: plan with pp 1 or export for 0.3",
     ),
