@@ -573,6 +573,16 @@ def test_the_training_half_of_slime_is_read_with_what_slime_sets() -> None:
     assert (plan.tp, plan.sp, plan.num_devices, plan.sharding, plan.precision) == (2, True, 16, "zero1", "bf16")
     assert (plan.recompute, plan.global_batch) == ("full", 256)
     assert {"--rollout-batch-size", "--use-dynamic-batch-size", "train.py"} <= matters(launch)
+    assert "source scripts/models/qwen3-4B.sh" in matters(launch)
+
+
+def test_the_model_of_slime_is_in_the_script_that_its_launch_sources(tmp_path: Path) -> None:
+    models = tmp_path / "scripts" / "models"
+    models.mkdir(parents=True)
+    (models / "qwen3-4B.sh").write_text(f"MODEL_ARGS=(\n{OPTIONS}\n)\n")
+    launch = megatron_lm.read(SLIME, LaunchContext(folder=tmp_path / "scripts"))
+    assert (launch.model, launch.plan.global_batch) == (load_model("llama3-8b"), 256)
+    assert not any(option.startswith("source") for option in matters(launch))
 
 
 def test_layers_that_another_file_may_place_are_spread_and_listed() -> None:

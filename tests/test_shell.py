@@ -100,6 +100,63 @@ def test_the_folder_of_a_script_is_where_paths_begin(place: str) -> None:
         assert started(f"HERE={folder}\nstart $HERE/ds.json") == [["./ds.json"]]
 
 
+HERE = [
+    '$(cd "$(dirname "$0")" && pwd)',
+    '$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" &>/dev/null && pwd)',
+    '$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd -P)',
+]
+
+
+@pytest.mark.parametrize("here", HERE)
+def test_sourced_scripts_set_variables_as_in_bash(here: str, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "small.sh").write_text(
+        'source "${HERE}/sizes.sh"\nMODEL_ARGS=(--num-layers $LAYERS "a b")\n'
+    )
+    (tmp_path / "sizes.sh").write_text("LAYERS=${LAYERS:-28}\n")
+    script = tmp_path / "run.sh"
+    script.write_text(f'HERE="{here}"\nsource "${{HERE}}/models/small.sh"\nstart "${{MODEL_ARGS[@]}}"\n')
+    text = script.read_text()
+    result = subprocess.run(
+        ["bash", "-c", f'start() {{ printf "%s|" "$@"; }}; export -f start; bash {shlex.quote(str(script))}'],
+        capture_output=True,
+        check=True,
+        text=True,
+    )
+    (command,) = read_script(text, folder=tmp_path).commands
+    assert "".join(f"{word}|" for word in command.words[1:]) == result.stdout == "--num-layers|28|a b|"
+    # A script in a folder below, and a variable that a person gives.
+    (tmp_path / "jobs").mkdir()
+    below = read_script(text, [("LAYERS", "4")], tmp_path / "jobs")
+    assert below.commands[-1].words[1:] == ("--num-layers", "4", "a b")
+
+
+def test_the_folder_above_a_script_is_found_too(tmp_path: Path) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "sizes.sh").write_text("LAYERS=28\n")
+    (tmp_path / "jobs" / "sizes.sh").write_text("LAYERS=1\n")
+    root = '"$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/../jobs/.." >/dev/null 2>&1 && pwd)"'
+    for place in ("../sizes.sh", "$(dirname $0)/../sizes.sh"):
+        script = read_script(f"source {place}\nstart $LAYERS", folder=tmp_path / "jobs")
+        assert script.commands[-1].words == ("start", "28")
+    assert read_script(f"source {root}/sizes.sh", folder=tmp_path / "jobs").missing  # not followed, and said
+
+
+def test_scripts_that_were_not_found_are_listed_but_for_those_of_the_shell(tmp_path: Path) -> None:
+    text = (
+        "source conf/env.sh\n. ./sizes.sh\nsource venv/bin/activate\nsource ~/.bashrc\nsource /etc/profile.d/modules.sh"
+    )
+    script = read_script(text, folder=tmp_path)
+    assert (script.missing, script.commands) == (["conf/env.sh", "./sizes.sh"], [])
+    assert read_script("source ../secret.sh", folder=tmp_path).missing == ["../secret.sh"]
+
+
+def test_scripts_that_source_themselves_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop.sh").write_text("source loop.sh\n")
+    with pytest.raises(InputError, match="sources more than 20 others"):
+        read_script("source loop.sh", folder=tmp_path)
+
+
 def test_options_in_a_string_are_parted_whatever_only_a_running_shell_knows_of_them() -> None:
     script = read_script('A="--nnodes 2 --node-rank $(f 1 2) --addr $ADDR:${PORT:?no port} `g h`x"\nstart $A')
     words = ("--nnodes", "2", "--node-rank", "$(f 1 2)", "--addr", "$ADDR:${PORT:?no port}", "`g h`x")

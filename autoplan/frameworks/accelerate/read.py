@@ -275,7 +275,7 @@ def _options_beside(context: LaunchContext) -> Options | None:
 
 def _of_script(text: str, context: LaunchContext) -> _Started:
     """Parse the accelerate command of a script."""
-    commands = read_script(text, context.variables).commands
+    commands = read_script(text, context.variables, context.folder).commands
     words = next((item.words for item in commands if _LAUNCH.search(" ".join(item.words))), None)
     if words is None or "launch" not in words:
         raise InputError("no command is accelerate launch")

@@ -14,10 +14,12 @@ MAX_BYTES = 2**20
 
 def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
     """Return (text, path) of the file referenced by a launch file in `folder`; None if it cannot be found."""
-    path = Path(file)
+    parts = Path(file).parts
+    num_up = next((at for at, part in enumerate(parts) if part != ".."), len(parts))
+    path = Path(*parts[num_up:])
     if folder is None or is_open(file) or path.is_absolute() or ".." in path.parts:
         return None
-    for place in (folder, *folder.absolute().parents[:MAX_ABOVE]):
+    for place in (folder, *folder.absolute().parents[:MAX_ABOVE])[num_up:]:
         if is_file(place / path):
             return read_text(place / path, most_bytes=MAX_BYTES), show(str(place / path))
     return None

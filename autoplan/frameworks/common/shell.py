@@ -1,7 +1,8 @@
 """Commands of a bash script, found by following variables, arrays, conditions and here-documents without running it.
 
-This is not a shell: nothing is executed and no file is opened.  What only a running shell knows (an environment
-variable, the output of a command) stays in the words as written, so that a reader can name it.
+This is not a shell: nothing is executed, and no file is opened but scripts that it sources from its own folder or one
+above.  What only a running shell knows (an environment variable, the output of a command) stays in the words as
+written, so that a reader can name it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import pairwise
+from pathlib import Path, PurePath
 
 from autoplan.base.errors import InputError
+from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.shell_tokens import ASSIGNMENT, MAX_DEPTH, NAME, Token, tokens_of
 from autoplan.frameworks.common.shell_words import MAX_CHARACTERS, Value, Variables, is_number, is_open
 
@@ -27,6 +30,9 @@ _DIRECTIVES = {
     **dict.fromkeys(("--gpus-per-node", "--gres"), _GPUS),
     "--ntasks-per-node": _TASKS,
 }
+MAX_SOURCED = 20  # scripts that one script may source
+# Scripts that prepare the shell rather than the run: of an environment, a module system, a user.
+_OF_THE_SHELL = re.compile(r"^(/.*|~.*|.*\b(activate|.*rc|.*profile|conda\.sh|modules?\.sh))$")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -40,19 +46,23 @@ class Command:
 
 @dataclass(slots=True)
 class Script:
-    """Content of a script: its commands in order, its variables at the end, and what could not be decided."""
+    """Content of a script: its commands in order, its variables at the end, and what could not be decided.
+
+    `missing` are the scripts that it sources and that were not found.
+    """
 
     commands: list[Command] = field(default_factory=list)
     variables: dict[str, Value] = field(default_factory=dict)
     open: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
 
 
-def read_script(text: str, fixed: Sequence[tuple[str, str]] = ()) -> Script:
-    """Commands of a bash script with Slurm's directives; the script assigns none of the `fixed` variables."""
+def read_script(text: str, fixed: Sequence[tuple[str, str]] = (), folder: Path | None = None) -> Script:
+    """Commands of a bash script in `folder` with Slurm's directives; it assigns none of the `fixed` variables."""
     variables = Variables(slurm_variables(text), dict(fixed))
-    state = _State(variables)
+    state = _State(variables, folder)
     state.run(text, 0)
-    return Script(state.commands, variables.values, state.open)
+    return Script(state.commands, variables.values, state.open, state.missing)
 
 
 def slurm_variables(text: str) -> dict[str, Value]:
@@ -69,8 +79,10 @@ def slurm_variables(text: str) -> dict[str, Value]:
 class _State:
     """Commands so far.  Of loops the first round is read, of conditions the branch that holds."""
 
-    def __init__(self, variables: Variables) -> None:
-        self._variables = variables
+    def __init__(self, variables: Variables, folder: Path | None) -> None:
+        self._variables, self._folder = variables, folder
+        self._num_sourced = 0
+        self.missing: list[str] = []
         self.commands: list[Command] = []
         self.open: list[str] = []
         self.size = 0
@@ -225,13 +237,25 @@ class _State:
         self.size += sum(map(len, words)) + len(text)
         if self.size > MAX_CHARACTERS:
             raise InputError(f"the commands of the script are longer than {MAX_CHARACTERS:,} characters")
-        if words and words[0] == "read" and text:
+        if words[:1] in (("source",), (".",)) and len(words) > 1:
+            self._source(words[1], depth)
+        elif words and words[0] == "read" and text:
             self._read(words[1:], text)
         elif words and words[0] == "eval":
             self.run(" ".join(words[1:]), depth + 1)
         elif words or text:
             self.commands.append(Command(words, text))
         return None
+
+    def _source(self, file: str, depth: int) -> None:
+        """Read a script that this one runs in its own shell, found in its folder or one above it."""
+        self._num_sourced += 1
+        if self._num_sourced > MAX_SOURCED:
+            raise InputError(f"the script sources more than {MAX_SOURCED} others")
+        if found := read_beside(PurePath(file).as_posix(), self._folder):
+            self.run(found[0], depth + 1)
+        elif not _OF_THE_SHELL.match(file):
+            self.missing.append(file)
 
     def _read(self, words: tuple[str, ...], text: str) -> None:
         """Assign what `read` takes of a here-document: all of it with -d '', else its first line."""

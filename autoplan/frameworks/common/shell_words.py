@@ -18,7 +18,10 @@ _PLAIN = re.compile(rf"\$({NAME}|[0-9@*#?$!-])", re.ASCII)
 _BRACED = re.compile(rf"(#?)({NAME}|[0-9@*]+)(?:\[([^\]]*)\])?(.*)", re.ASCII | re.DOTALL)
 # The folder of the script itself.
 _DIRNAME = r'\$\(\s*dirname\s+(?:--\s+)?"?\$(?:0|BASH_SOURCE|\{BASH_SOURCE(?:\[0\])?\})"?\s*\)'
-_FOLDER = re.compile(rf'{_DIRNAME}|\$\(\s*cd\s+(?:--\s+)?"?{_DIRNAME}"?\s*&&\s*pwd(?:\s+-P)?\s*\)')
+_QUIETLY = r"(?:\s*&?>\s*/dev/null(?:\s+2>&1)?)?"
+_FOLDER = re.compile(
+    rf'{_DIRNAME}|\$\(\s*cd\s+(?:--\s+)?"?{_DIRNAME}(?:/\.\.)*/?"?{_QUIETLY}\s*&&\s*pwd(?:\s+-P)?\s*\)'
+)
 _UNQUOTED = re.compile(r"[^\\'\"`$]+")
 
 Value = str | list[str]

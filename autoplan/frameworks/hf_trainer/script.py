@@ -50,7 +50,7 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     Positional YAML or JSON files next to the script are read too; command-line arguments take precedence over them.
     Raises InputError if no command starts such a program.
     """
-    script = read_script(text, context.variables)
+    script = read_script(text, context.variables, context.folder)
     entry = Entry(lambda words: program_at(words, programs), lambda inner: BATCH in inner)
     before, words = started(script, entry, context)
     if words is None:

@@ -96,7 +96,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 def _options(text: str, context: LaunchContext) -> Options:
     if not _COMMAND.search(text) or _KEY.search(text):
         return Options.of_table(_with_base(parse_yaml(text, "MaxText configuration"), context))
-    script = read_script(text, context.variables)
+    script = read_script(text, context.variables, context.folder)
     commands = [command.words for command in script.commands if _COMMAND.search(" ".join(command.words))]
     if not commands:
         raise InputError("no command of the script starts a train program of MaxText")

@@ -107,7 +107,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     devices = None
     recipe = _Recipe()
     if any(entry in text for entry in ENTRIES) and not _PYTHON.search(text):
-        script = read_script(text, context.variables)
+        script = read_script(text, context.variables, context.folder)
         before, words = started(script, named(ENTRIES), context)
         if words is None:
             raise InputError("no command of the script starts run_recipe.py")

@@ -43,7 +43,7 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of a script or a list of options."""
-    script = read_script(text, context.variables)
+    script = read_script(text, context.variables, context.folder)
     program = None
     if not text.lstrip().startswith("--"):
         before, words = started(script, named(ENTRIES), context)
@@ -58,6 +58,12 @@ def read(text: str, context: LaunchContext) -> Launch:
     arguments.remarks += (
         Unread(option=condition, value="", why="only known in a running shell", matters=False)
         for condition in script.open
+    )
+    arguments.remarks += (
+        Unread(
+            option=f"source {file}", value="", why="not found beside this file: pass --set NAME=VALUE for what it sets"
+        )
+        for file in script.missing
     )
     if program is not None:
         arguments.is_partial = True
@@ -133,7 +139,7 @@ def started(
         if (at := entry.position(command.words)) is not None:
             start = (command.words[: at + 1], command.words[at + 1 :])
         elif depth < 5 and (inner := _inner(command, entry)) is not None:
-            nested = read_script(inner, [*context.variables, *_texts(script)])
+            nested = read_script(inner, [*context.variables, *_texts(script)], context.folder)
             before, words = started(nested, entry, context, depth + 1)
             if words is not None:
                 start = ((*command.words, *before), words)

@@ -97,7 +97,7 @@ def _finetuning(options: Options, default: str) -> FineTuning | None:
 
 
 def _with_megatron(text: str, context: LaunchContext) -> Launch:
-    script = read_script(text, context.variables)
+    script = read_script(text, context.variables, context.folder)
 
     def position(words: Sequence[str]) -> int | None:
         pairs = [(first, name) for name in ("sft", "pt") for first in ("megatron", "-m")]

@@ -243,7 +243,7 @@ def _read_model(content: Content, spec: Any, function: str) -> None:
 
 
 def _of_script(text: str, context: LaunchContext) -> Content:
-    script = read_script(text, context.variables)
+    script = read_script(text, context.variables, context.folder)
     command = next((item for item in script.commands if _start(item) is not None), None)
     if command is None:
         raise InputError("no command starts torchtitan.train or run_train.sh")

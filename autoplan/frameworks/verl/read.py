@@ -58,7 +58,7 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of the last command of a script that starts a trainer."""
-    script = read_script(text, context.variables)
+    script = read_script(text, context.variables, context.folder)
     entry = Entry(_position, lambda inner: _SFT in inner or _PPO in inner)
     before, words = started(script, entry, context)
     if words is None:
