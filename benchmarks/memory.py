@@ -4,7 +4,7 @@ Prints, by source: errors of the peak and verdicts, as the presets ship and with
 fitted traits of the framework are fitted again to the other models' runs; the probability of running out of memory
 against how often it happened; what each term contributes; and the worst runs with their terms.
 
-usage: python benchmarks/memory.py [--runs RUNS.csv] [--worst N] [--as-shipped]
+usage: python benchmarks/memory.py [--runs RUNS.csv ...] [--worst N] [--as-shipped]
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ MEMORY_TRAITS = (
     "broken_pass_share",
     "selective_recompute_share",
 )
+TABLES = [RUNS, *(Path(__file__).with_name(name) for name in ("blind_runs.csv", "finetuning_runs.csv"))]
 MIN_OOM = 10  # runs, for a spread of verdicts
 ROWS_PER_TRAIT = 15  # at least, of a framework on one generation of devices
 BANDS = (0.0, 0.05, 0.3, 0.7, 0.95, 1.0)  # of probabilities
@@ -90,13 +91,13 @@ class Case:
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").strip().splitlines()[0])
-    parser.add_argument("--runs", type=existing, default=str(RUNS))
+    parser.add_argument("--runs", type=existing, nargs="+", default=TABLES)
     parser.add_argument("--worst", type=int, default=10, help="runs with the largest errors to show of every source")
     parser.add_argument(
         "--as-shipped", action="store_true", help="leave the fits with a model left out, which take long"
     )
     options = parser.parse_args()
-    every = read_cases(options.runs)
+    every = [case for path in options.runs for case in read_cases(path)]
     fails = {case.source for case in every if case.is_oom}
     cases = [case for case in every if case.peak_gib is not None or case.source in fails]
     shipped = predicted(cases, {})
@@ -141,8 +142,10 @@ class Pricer:
         groups: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for at, case in enumerate(cases):
             problem = case.problem
-            # Memory does not depend on the size of the cluster.
-            groups[(problem.model, problem.training, problem.framework, problem.cluster.device.name)].append(at)
+            # Memory does not depend on the number of nodes.
+            machine = problem.cluster.device.name, problem.capacity_bytes, problem.cluster.devices_per_node
+            spread = problem.calibration.memory_spread
+            groups[(problem.model, problem.training, problem.framework, machine, spread)].append(at)
         self.groups = []
         for indices in groups.values():
             problem = cases[indices[0]].problem

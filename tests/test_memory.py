@@ -677,16 +677,31 @@ def test_gaps_in_blocks_of_the_passes_grow_with_the_passes_alone() -> None:
     assert broken.memory_bytes - whole.memory_bytes == pytest.approx(0.2 * passes)
 
 
+@pytest.mark.parametrize("trait", ["is_planned_ahead", "drops_grads"])
 @pytest.mark.parametrize(("micro_batch", "shares"), [(64, True), (32, False)])
-def test_gradients_of_a_planned_program_take_what_its_only_micro_batch_gives_back(
-    micro_batch: int, shares: bool
+def test_gradients_that_no_step_begins_with_take_what_its_only_micro_batch_gives_back(
+    micro_batch: int, shares: bool, trait: str
 ) -> None:
-    problems = (problem_of(framework=BARE.changed(is_planned_ahead=planned)) for planned in (False, True))
+    problems = (problem_of(framework=BARE.changed(**{trait: dropped})) for dropped in (False, True))
     usual, planned = (stages_of(problem, micro_batch=micro_batch)[0] for problem in problems)
     passes = sum(usual.memory_terms_bytes[name] for name in PASS_TERMS)
     assert passes > usual.memory_terms_bytes["gradients"] > 0
     saved = usual.memory_terms_bytes["gradients"] if shares else 0.0
     assert usual.memory_bytes - planned.memory_bytes == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(("sharding", "dp", "layers"), [("zero3", 2, 2), ("zero2", 2, 0), ("none", 1, 0)])
+def test_fsdp1_keeps_hidden_states_of_all_layers_beside_frozen_weights(sharding: str, dp: int, layers: int) -> None:
+    def transients(*, keeps: bool, finetuning: FineTuning | None) -> float:
+        problem = problem_of(framework=BARE.changed(keeps_hidden_gradients=keeps, keeps_logits=True))
+        problem = dataclasses.replace(problem, training=dataclasses.replace(problem.training, finetuning=finetuning))
+        (stage,) = stages_of(problem, sharding=sharding, dp_shard=dp, micro_batch=4)
+        return stage.memory_terms_bytes["transients"]
+
+    adapters = FineTuning(rank=8, targets=("q_proj",))
+    more = transients(keeps=True, finetuning=adapters) - transients(keeps=False, finetuning=adapters)
+    assert more == layers * 2 * 4 * TOKENS * SMALL.hidden_size
+    assert transients(keeps=True, finetuning=None) == transients(keeps=False, finetuning=None)
 
 
 def test_a_context_is_smaller_on_volta_than_on_ampere() -> None:

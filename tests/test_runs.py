@@ -719,6 +719,13 @@ def test_a_row_may_say_that_its_weights_have_16_bits_alone(tmp_path: Path) -> No
     assert narrow.peak_memory_gib < wide.peak_memory_gib
 
 
+def test_a_row_may_say_that_its_loss_takes_the_logits_in_pieces(tmp_path: Path) -> None:
+    row = LLAMA | {"framework": "torchtune", "sharding": "none", "num_gpus": "1"}
+    runs = runs_of(tmp_path, row, row | {"id": "2", "options": "chunked_loss=1"})
+    frameworks = [run.problem.framework for run in runs if run.problem]
+    assert [framework.memory.bytes_per_logit for framework in frameworks] == [12.0, 0.5]
+
+
 def test_dropout_and_weights_in_8_bits_are_as_the_recipe_chose(tmp_path: Path) -> None:
     row = LLAMA | {"framework": "NeMo 23.09", "year": "2023", "gated_mlp": "0", "precision": "fp8"}
     plain, chosen = runs_of(tmp_path, row, row | {"id": "2", "options": "dropout=0;fp8_params=1"})

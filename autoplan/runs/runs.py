@@ -28,6 +28,7 @@ from autoplan.spec.problem import Problem
 # Recipe options that are represented in a problem or its plan.
 READ_OPTIONS = {
     "activation_offload_layers",
+    "chunked_loss",
     "cuda_graph",
     "dispatcher",
     "dropout",

@@ -74,6 +74,7 @@ class Memory:
     bytes_per_boundary_hidden: float = 0.0
     # Persistent buffers that tensor-parallel ranks gather hidden states into, per token of the whole width.
     bytes_per_gathered_hidden: float = 0.0
+    keeps_hidden_gradients: bool = False  # under zero3 beside frozen weights: of every layer to the end of the pass
     # What the gradients of a layer's tensors take at least in its backward pass, of what the layer keeps.
     transient_layers: float = 0.0
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces

@@ -87,6 +87,15 @@ def transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, rep
     ] * gathers
 
 
+def _kept_gradient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
+    """Return the gradients of hidden states that FSDP1 keeps to the end of a backward pass beside frozen weights."""
+    if not (problem.framework.memory.keeps_hidden_gradients and problem.training.has_adapters):
+        return blocks.zeros()
+    layers = add_up(blocks.count.values()) / len(problem.model.layers[0])
+    hidden = problem.training.element_bytes * norm_tokens(problem, batch) * problem.model.hidden_size
+    return layers * (hidden * (batch.sharding == Sharding.ZERO3.code))[:, None]
+
+
 def _recomputed_bytes(problem: Problem, batch: PlanBatch, parts: Mapping[Block, Parts]) -> Floats:
     """Return the largest activations that a fully recomputed layer stores again, beyond its input."""
     repeat = np.zeros(len(batch))
@@ -214,6 +223,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     logits = blocks.at_last(_head_bytes(problem, batch))
     on_host, in_transit = _offloaded_bytes(problem, batch, blocks, parts, per_block)
     transients = transient_bytes(problem, batch, blocks, repeat) + in_transit[:, None]
+    transients = transients + _kept_gradient_bytes(problem, batch, blocks)
     # The backward pass of the head ends before that of the last layer begins, so the larger of the two counts.
     terms = {
         "weights": weights,
@@ -238,7 +248,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     # Memory of a single graph of the passes is not available to the optimizer step.
     is_pinned = holds_graphs(batch, CudaGraphs.FULL_ITERATION)[:, None]
     terms["update"] = np.where(is_pinned, update, np.maximum(update - passes, 0.0))
-    if framework.memory.is_planned_ahead:
+    if framework.memory.is_planned_ahead or (framework.memory.drops_grads and not framework.memory.fsdp2_states):
         # The fewer activations are alive, the more gradients are: most is needed where either is whole.
         alone = np.maximum(gradients - passes, 0.0)
         terms["gradients"] = np.where((batch.num_microbatches == 1)[:, None], alone, gradients)
