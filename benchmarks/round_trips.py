@@ -200,6 +200,8 @@ def switch(rng: Rng, model: ModelSpec, plan: ParallelPlan, axis: Axis) -> dict[s
             return {"layers_per_chunk": None if tuple(layers) == even else tuple(layers)}
         case name if axis.kind is Kind.FLAG:
             return {name: not getattr(plan, name)}
+        case "offload_percent":
+            return {"offload": "optimizer", "offload_percent": int(rng.integers(1, 100))}
         case name:
             return {name: str(rng.choice(list(axis.enum or ())))}
 

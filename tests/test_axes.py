@@ -47,6 +47,8 @@ def other(axis: Axis) -> Any:
             return {"vp": 1, "schedule": "1f1b"}
         case "offload":
             return {"offload": Offload.OPTIMIZER}
+        case "offload_percent":
+            return {"offload": Offload.OPTIMIZER, "offload_percent": 57}
         case name:
             value = getattr(BUSY, name)
             if axis.kind is Kind.FLAG:
@@ -87,7 +89,8 @@ def test_a_value_comes_back_from_a_plan_file_and_from_a_batch(axis: Axis) -> Non
 
 @pytest.mark.parametrize("axis", [axis for axis in FIELDS if axis.name not in UNTOLD], ids=is_called)
 def test_a_value_that_is_not_the_default_is_told(axis: Axis) -> None:
-    assert dataclasses.replace(BUSY, **other(axis)).describe() != BUSY.describe()
+    plain = dataclasses.replace(BUSY, offload=Offload.OPTIMIZER if axis.name == "offload_percent" else Offload.NONE)
+    assert dataclasses.replace(plain, **other(axis)).describe() != plain.describe()
 
 
 @pytest.mark.parametrize("axis", AXES, ids=is_called)
@@ -197,7 +200,7 @@ def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
     assert set(LABELS) <= set(told)
     assert set(axes_of(load_model("llama3-8b"), ParallelPlan(global_batch=1))) == {
         *("tp", "cp", "pp", "micro_batch", "global_batch", "recompute", "offload", "nodes"),
-        *("offload_modules", "offload_layers"),
+        *("offload_percent", "offload_modules", "offload_layers"),
         *(
             "cuda_graphs",
             "grad_dtype",

@@ -125,6 +125,12 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
     },
     "narrow_params": {word: ({"precision": "fp8", "narrow_params": word == "on"},) for word in ("off", "on")},
     "fp8_attention": {word: ({"precision": "fp8", "fp8_attention": word == "on"},) for word in ("off", "on")},
+    "offload_percent": {
+        str(percent): tuple(
+            {"offload": "optimizer", "sharding": kind, "offload_percent": percent} for kind in ("zero1", "zero3")
+        )
+        for percent in (100, 57, 1)
+    },
     "offload_modules": {word: (EXPERT_RANKS | {"offload_modules": word},) for word in OffloadModules},
     "offload_layers": {word: ({"offload_layers": word},) for word in OffloadLayers},
     "fp8_activation_input": {word: ({"fp8_activation_input": word == "on"},) for word in ("off", "on")},

@@ -207,6 +207,19 @@ def test_the_type_of_the_reduction_is_read() -> None:
     assert launch_of({"communication_data_type": "bf16"}).plan.reduce_dtype == "usual"
 
 
+@pytest.mark.parametrize(("stage", "ratio", "offload", "percent"), [(3, 0.3, "optimizer", 30), (3, 0, "none", 100)])
+def test_stage_3_offloads_a_part_of_the_optimizer(stage: int, ratio: float, offload: str, percent: int) -> None:
+    on_host = {"device": "cpu", "ratio": ratio}
+    plan = launch_of({"zero_optimization.stage": stage, "zero_optimization.offload_optimizer": on_host}).plan
+    assert (plan.offload, plan.offload_percent) == (offload, percent)
+
+
+def test_earlier_stages_offload_the_whole_optimizer_whatever_the_ratio() -> None:
+    on_host = {"device": "cpu", "ratio": 0.3}
+    plan = launch_of({"zero_optimization.stage": 2, "zero_optimization.offload_optimizer": on_host}).plan
+    assert (plan.offload, plan.offload_percent) == ("optimizer", 100)
+
+
 def test_16_bit_weights_beside_wide_moments_are_not_priced() -> None:
     both = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     plan = launch_of({"bf16": {"enabled": True} | both}).plan

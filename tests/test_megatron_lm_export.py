@@ -284,6 +284,7 @@ def test_layouts_are_written_as_megatron_reads_them(counts: tuple[int, ...], num
         ({"precision": "fp16"}, ["--fp16"]),
         ({"recompute": "selective"}, ["--recompute-granularity", "selective", "core_attn"]),
         ({"offload": "optimizer"}, ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]),
+        ({"offload": "optimizer", "offload_percent": 57}, ["--optimizer-offload-fraction", "0.57"]),
     ],
 )
 def test_a_choice_of_the_plan_has_its_options(changes: dict[str, Any], expected: list[str]) -> None:

@@ -97,6 +97,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     ),
     "8-bit attention": (DENSE, plan_of(fp8_attention=True), 4096),
     "8-bit inputs of SwiGLU": (replace(DENSE, gated_mlp=False), plan_of(fp8_activation_input=True), 4096),
+    "a part of nothing offloaded": (DENSE, plan_of(offload_percent=57), 4096),
     "offloaded experts": (DENSE, plan_of(offload_modules="expert_fc1"), 4096),
     "offloaded and recomputed": (DENSE, plan_of(offload_modules="core_attn", recompute="full"), 4096),
     "offloaded layers of stages": (DENSE, plan_of(pp=2, offload_layers="1/2"), 4096),

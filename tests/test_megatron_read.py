@@ -172,6 +172,28 @@ def test_the_scales_of_8_bit_products_are_those_of_the_recipe(recipe: str, scali
     assert matters(launch) == unread
 
 
+@pytest.mark.parametrize(
+    ("fraction", "offload", "percent", "unread"),
+    [
+        ("", "optimizer", 100, set()),
+        ("--optimizer-offload-fraction 0.57", "optimizer", 57, set()),
+        ("--optimizer-offload-fraction 0.333", "optimizer", 33, {"--optimizer-offload-fraction"}),
+        ("--optimizer-offload-fraction 0", "none", 100, set()),
+    ],
+)
+def test_a_fraction_of_the_optimizer_is_on_the_host(
+    fraction: str, offload: str, percent: int, unread: set[str]
+) -> None:
+    launch = read(f"--optimizer-cpu-offload --overlap-cpu-optimizer-d2h-h2d --use-distributed-optimizer {fraction}")
+    assert (launch.plan.offload, launch.plan.offload_percent) == (offload, percent)
+    assert matters(launch) == unread
+
+
+def test_a_fraction_of_the_optimizer_is_at_most_all_of_it() -> None:
+    with pytest.raises(InputError, match="--optimizer-offload-fraction must be between 0 and 1, got 57"):
+        read("--optimizer-cpu-offload --optimizer-offload-fraction 57")
+
+
 def test_fused_kernels_of_router_and_rotation_are_read() -> None:
     latent = f"{EXPERTS} --multi-latent-attention"
     for options, router, rope in (

@@ -183,6 +183,27 @@ def test_an_offloaded_optimizer_takes_no_device_memory() -> None:
     assert states(stage) == pytest.approx(6 * TOTAL)
 
 
+@given(st.lists(st.integers(1, 100), min_size=2, max_size=2).map(sorted))
+def test_more_of_the_optimizer_on_the_host_is_less_on_the_device(percents: list[int]) -> None:
+    """Of the 12 bytes a parameter of weights and moments; the host also gets the 4 of as many gradients."""
+    plan = {"global_batch": 64, "dp_shard": 4, "sharding": "zero1", "offload": "optimizer"}
+    fewer, more = (states(stages_of(offload_percent=percent, **plan)[0]) for percent in percents)
+    share = (percents[1] - percents[0]) / 100
+    assert fewer - more == pytest.approx(share * 12 / 4 * TOTAL)
+    costs = price(problem_of(), *(ParallelPlan(offload_percent=percent, **plan) for percent in percents))  # type: ignore[arg-type]
+    assert np.diff(costs.host_memory_bytes)[0] == pytest.approx(4 * share * 16 / 4 * TOTAL)
+    assert np.diff(costs.memory_bytes)[0] <= 0
+
+
+@pytest.mark.parametrize("percent", [1, 50, 99])
+def test_both_parts_of_an_optimizer_are_updated_side_by_side(percent: int) -> None:
+    problem, plan = problem_of(), ParallelPlan(global_batch=64, dp_shard=4, sharding=Sharding.ZERO1)
+    on_host = dataclasses.replace(plan, offload="optimizer")
+    split = dataclasses.replace(on_host, offload_percent=percent)
+    device_s, host_s, split_s = price(problem, plan, on_host, split).terms_s["optimizer"]
+    assert split_s == pytest.approx(max(percent / 100 * host_s, (1 - percent / 100) * device_s))
+
+
 @pytest.mark.parametrize(("main_weights", "per_parameter"), [("fp32", 4), ("remainders", 2)])
 def test_an_offloaded_optimizer_keeps_no_more_on_the_device_than_it_has(
     main_weights: Any, per_parameter: float

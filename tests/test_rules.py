@@ -66,6 +66,7 @@ CORE_OPTIONS: tuple[Case, ...] = tuple(
         ("narrow_params", True),
         ("fp8_attention", True),
         ("fp8_activation_input", True),
+        ("offload_percent", 50),
         ("offload_modules", "core_attn"),
         ("offload_layers", "1/2"),
         ("token_dropping", True),
@@ -193,9 +194,20 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             *(
                 case
                 for case in CORE_OPTIONS
-                if not (case[1].dropout or case[1].main_weights != "fp32" or case[1].moment_dtype != "fp32")
+                if not (
+                    case[1].dropout
+                    or case[1].offload_percent < 100
+                    or case[1].main_weights != "fp32"
+                    or case[1].moment_dtype != "fp32"
+                )
             ),
             (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
+            (
+                DENSE,
+                plan_of(dp_shard=8, sharding="zero2", offload="optimizer", offload_percent=57),
+                4096,
+                "offload_percent 57 needs zero3 and offload optimizer, they are zero2 and optimizer",
+            ),
             (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096, "wide_adapters is known of PEFT only"),
             (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "reduce_dtype 'half' does not exist"),
             (
@@ -310,6 +322,7 @@ LEGAL: dict[str, tuple[Rulebook, tuple[tuple[ModelSpec, ParallelPlan], ...]]] = 
         deepspeed.BOOK,
         (
             (DENSE, plan_of(dp_shard=8, sharding="zero3", offload="optimizer", recompute="full")),
+            (DENSE, plan_of(dp_shard=8, sharding="zero3", offload="optimizer", offload_percent=57)),
             (DENSE, plan_of(tp=8, pp=12, dp_shard=4, sharding="zero1", precision="fp16")),
             (DENSE, plan_of(cp=16, cp_kind="all_to_all", dp_shard=2, sharding="zero3")),
             (DENSE, plan_of(dp_replicate=2, dp_shard=8, sharding="zero3")),

@@ -266,6 +266,10 @@ AXES: tuple[Axis, ...] = (
           label="kind of context parallelism", searched=tuple(ContextParallelKind)),
     _word(name="offload", help="none, optimizer, or parameters (with gradients and optimizer).",
           default=Offload.NONE, searched=tuple(Offload)),
+    Axis(name="offload_percent", kind=Kind.COUNT, default=100, most=100,
+         help="Percentage of the optimizer's states that --offload optimizer keeps on the host.",
+         label="share of the optimizer on the host", known_of=_WITH_DEEPSPEED,
+         elsewhere="searches offload all of the optimizer or nothing: use autoplan estimate", metavar="PERCENT"),
     # Links to the host carry traffic of the network, too, which no runs price yet: searches leave these two alone.
     _word(name="offload_modules",
           help="Inputs of parts of a layer in host memory: core_attn, core_attn+attn_proj, expert_fc1, moe_act ...",

@@ -123,6 +123,7 @@ class ParallelPlan:
     recompute_num_layers: int | None = None
     precision: Precision = Precision.BF16
     offload: Offload = Offload.NONE
+    offload_percent: int = 100  # of the optimizer, where it is what is offloaded
     offload_modules: OffloadModules = OffloadModules.NONE
     offload_layers: OffloadLayers = OffloadLayers.NONE
     tp_overlap: bool = False
@@ -239,6 +240,8 @@ class ParallelPlan:
             words.append(self._recompute_words())
         if self.offload != "none":
             offloaded = {"parameters": "parameters and optimizer"}.get(self.offload, self.offload)
+            if self.offload_percent < 100:
+                offloaded = f"{self.offload_percent} % of the {offloaded}"
             words.append(f"{offloaded} on the CPU")
         words += [text for name, texts in _OPTION_WORDS.items() if (text := texts.get(getattr(self, name)))]
         return ", ".join(words)
@@ -343,6 +346,7 @@ class PlanBatch(Rows):
     recompute_num_layers: Ints  # of a chunk; 0 unless recompute is full, ALL_LAYERS where a plan names no number
     precision: Ints
     offload: Ints
+    offload_percent: Ints
     offload_modules: Ints
     offload_layers: Ints
     cuda_graphs: Ints

@@ -22,9 +22,9 @@ from autoplan.cost.memory.allocator_cache import GRAD_BYTES
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.state_types import (
     grad_bytes,
-    optimizer_on_host,
     parameters_on_host,
     reduced_grad_bytes,
+    share_on_host,
     update_moved_bytes,
 )
 from autoplan.cost.network.algorithms import ProcessGroup
@@ -273,7 +273,11 @@ def update_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Float
 
 
 def optimizer_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Floats) -> Floats:
-    """Optimizer time of each plan, on the device or on the host: shape (plans)."""
+    """Optimizer time of each plan, on the device, on the host, or side by side on both: shape (plans).
+
+    The device has its part queued when the host begins its own (Megatron-LM core/optimizer/cpu_offloading/
+    hybrid_optimizer.py, step; DeepSpeed runtime/zero/stage3.py, backup_optimizer).
+    """
     # On the host: copy gradients down, update, copy weights up.
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
     # If weights are offloaded, too, gradients were copied with every micro-batch, and the next pass fetches the
@@ -281,4 +285,5 @@ def optimizer_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Fl
     sent = np.where(parameters_on_host(batch), 0.0, grad_bytes(problem, batch) + problem.training.element_bytes)
     on_host = updated * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
     on_device = update_s(problem, batch, updated, trained) + orthogonalise_s(problem, batch, updated)
-    return np.where(optimizer_on_host(batch), on_host, on_device)
+    share = share_on_host(batch)
+    return np.maximum(share * on_host, (1.0 - share) * on_device)

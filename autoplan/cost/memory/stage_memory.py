@@ -31,8 +31,8 @@ from autoplan.cost.memory.recompute import Parts, whole_bytes
 from autoplan.cost.memory.state_types import (
     grad_bytes,
     optimizer_bytes,
-    optimizer_on_host,
     parameters_on_host,
+    share_on_host,
     update_copy_bytes,
     weight_bytes,
 )
@@ -162,11 +162,11 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     """Bytes that are alive only from the last backward pass to the end of the optimizer step: shape (plans, stages)."""
     framework, parameters = problem.framework, parameters.trained
     zero1 = batch.sharding >= Sharding.ZERO1.code
-    on_device = ~optimizer_on_host(batch)
+    on_device = 1.0 - share_on_host(batch)
     copies = spread_bytes(parameters, groups, update_copy_bytes(problem, batch), zero1) * on_device[:, None]
     if framework.memory.frees_unscaled_grads:
         unscaled = spread_bytes(parameters, groups, framework.memory.bytes_per_fp16_unscaled_grad, zero1)
-        copies += unscaled * (on_device & (batch.precision == Precision.FP16.code))[:, None]
+        copies += unscaled * (on_device * (batch.precision == Precision.FP16.code))[:, None]
     # Buckets of zero1, which reduces gradients and gathers weights in the step; some bf16 optimizers gather all weights
     # at once instead of in buckets.
     gathers_all = (batch.precision != Precision.FP16.code) & (framework.memory.bytes_per_bf16_gathered_weight > 0)
@@ -327,7 +327,7 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, 
     """
     groups = process_groups(batch)
     per_state = optimizer_bytes(problem, batch)[:, None] + grad_bytes(problem, batch)[:, None]
-    offloaded = updated_parameters(batch, parameters) * per_state * optimizer_on_host(batch)[:, None]
+    offloaded = updated_parameters(batch, parameters) * per_state * share_on_host(batch)[:, None]
     weights = held_weight_bytes(problem, batch, parameters, groups, batch.sharding == Sharding.ZERO3.code)
     offloaded = offloaded + weights * parameters_on_host(batch)[:, None]
     staged = _saved_bytes(problem, batch, parameters, groups)

@@ -33,9 +33,10 @@ _MOMENT_BYTES = {MomentType.FP32: 4.0, MomentType.BF16: 2.0, MomentType.FP8: 1.0
 _SAVED_MOMENTS = np.array([2.0 * (WIDE_BYTES - _MOMENT_BYTES[word]) for word in MomentType])
 
 
-def optimizer_on_host(batch: PlanBatch) -> Bools:
-    """Return which plans keep and update the optimizer states in host memory."""
-    return (batch.offload == Offload.OPTIMIZER.code) | parameters_on_host(batch)
+def share_on_host(batch: PlanBatch) -> Floats:
+    """Return the share of the optimizer states that plans keep and update in host memory."""
+    part = np.where(batch.offload == Offload.OPTIMIZER.code, batch.offload_percent / 100, 0.0)
+    return np.where(parameters_on_host(batch), 1.0, part)
 
 
 def parameters_on_host(batch: PlanBatch) -> Bools:

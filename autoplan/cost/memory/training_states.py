@@ -17,8 +17,8 @@ from autoplan.cost.memory.state_types import (
     grad_bytes,
     more_bytes_of_ends,
     optimizer_bytes,
-    optimizer_on_host,
     parameters_on_host,
+    share_on_host,
     weight_bytes,
 )
 from autoplan.cost.network.process_groups import ProcessGroups
@@ -55,23 +55,22 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     gradients += spread(accumulator - replaced, zero2) * ~fp16[:, None]
     buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
     gradients += spread(framework.memory.bytes_per_bucket_grad, zero1) * buckets[:, None]
-    on_device = ~optimizer_on_host(batch)
+    on_host = share_on_host(batch)
     if framework.memory.offloads_grads:
-        gradients *= (on_device | ~zero3)[:, None]
+        gradients *= (1.0 - on_host * zero3)[:, None]
     stays = ~parameters_on_host(batch)[:, None]
     weights, gradients = weights * stays, gradients * stays
     state_bytes = optimizer_bytes(problem, batch)
     # Offloaded states leave at most their own size on the device, which matters for small optimizers.
-    device_bytes = np.where(
-        on_device, state_bytes, np.minimum(framework.memory.bytes_per_state_kept_on_device, state_bytes)
-    )
+    kept_bytes = np.minimum(framework.memory.bytes_per_state_kept_on_device, state_bytes)
+    device_bytes = (1.0 - on_host) * state_bytes + on_host * kept_bytes
     optimizer = spread(device_bytes, zero1)
     if more := more_bytes_of_ends(problem):
         ends = parameters.trained.ends
         alone = StageParameters(dense=ends, expert=np.zeros_like(ends), ends=ends)
-        optimizer = optimizer + spread_bytes(alone, groups, np.where(on_device, more, 0.0), zero1)
+        optimizer = optimizer + spread_bytes(alone, groups, (1.0 - on_host) * more, zero1)
     if not framework.memory.frees_unscaled_grads:
-        optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 & on_device)[:, None]
+        optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 * (1.0 - on_host))[:, None]
     return StateBytes(weights, gradients, optimizer)
 
 

@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from operator import attrgetter
 from typing import Any
 
+from autoplan.base.errors import InputError
 from autoplan.frameworks.common.options import Options
 from autoplan.spec.plan_file import PlanFile
 
@@ -116,6 +117,17 @@ def word(key: str, field: str, default: Any, meanings: Mapping[Any, Any], **extr
         return source.word(name, meanings, words.get(base))
 
     return Row(key, field, default, encode=words.__getitem__, decode=decoded, **extra)
+
+
+def read_percent(source: Options, key: str) -> int:
+    """Return a fraction, by default 1, in whole percent; others are rounded, with a remark."""
+    fraction = source.number(key, 1.0)
+    if fraction > 1.0:
+        raise InputError(f"{source.name(key)} must be between 0 and 1, got {fraction:g}")
+    percent = round(100.0 * fraction)
+    if abs(100.0 * fraction - percent) > 1e-9:
+        source.remark(key, f"priced as {percent} %")
+    return percent
 
 
 def written(options: Iterable[Option], plan_file: PlanFile) -> dict[str, Value]:

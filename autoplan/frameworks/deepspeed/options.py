@@ -20,6 +20,12 @@ def _prefetch(file: PlanFile) -> int | None:
 _ON_HOST = {"device": "cpu", "pin_memory": True}
 
 
+def _offload_optimizer(file: PlanFile) -> dict[str, Any] | None:
+    plan = file.best.plan
+    ratio = {"ratio": plan.offload_percent / 100} if plan.offload_percent < 100 else {}
+    return None if plan.offload == Offload.NONE else _ON_HOST | ratio
+
+
 def _priced(key: str, value: float, **extra: Any) -> Assumed:
     """Return an option that is priced with DeepSpeed's default."""
     return Assumed(key, (value,), f"{value:g} is priced" if value else "priced without it", **extra)
@@ -62,7 +68,7 @@ ZERO: tuple[Option, ...] = (
     _priced("contiguous_gradients", True, write=True),
     _priced("reduce_bucket_size", BUCKET_ELEMENTS, write=BUCKET_ELEMENTS),
     _priced("allgather_bucket_size", BUCKET_ELEMENTS, write=BUCKET_ELEMENTS),
-    Constant("offload_optimizer", lambda file: None if file.best.plan.offload == Offload.NONE else dict(_ON_HOST)),
+    Constant("offload_optimizer", _offload_optimizer),
     Constant("offload_param", lambda file: dict(_ON_HOST) if file.best.plan.offload == Offload.PARAMETERS else None),
     Assumed("stage3_prefetch_bucket_size", (0, PREFETCH_ELEMENTS), f"{PREFETCH_ELEMENTS:g} is priced", _prefetch),
     count(

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
-from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
+from autoplan.frameworks.common.option_table import Fields, read_fields, read_percent, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_json
 from autoplan.frameworks.deepspeed.options import (
     ACCUMULATION,
@@ -244,28 +244,33 @@ def _states(zero: Options, replicas: int) -> Fields:
         "sharding": sharding,
         "dp_replicate": replicas // shard,
         "dp_shard": shard,
-        "offload": _offload(zero),
+        **_offload(zero, sharding),
         "grad_reduce_overlap": zero.flag(OVERLAP.key, is_full),
         "param_gather_overlap": not is_full or zero.value(_PREFETCH) != 0,
     }
 
 
-def _offload(zero: Options) -> Offload:
+def _offload(zero: Options, sharding: Sharding) -> Fields:
+    """Return what is on the host; stages below 3 have no part of the optimizer there (runtime/zero/stage3.py)."""
     section, weights = zero.inside("offload_optimizer"), zero.inside("offload_param")
     section.pass_over("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "nvme_path")
     weights.pass_over("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
     device = section.word("device", {"none": None, "cpu": "cpu", "nvme": "nvme"}, "none")
     if device == "nvme":
         section.remark("device", "priced as the memory of the host")
-    if section.is_other("ratio", 1):
-        section.remark("ratio", "the whole optimizer is priced as offloaded")
+    percent = read_percent(section, "ratio")
     if not weights.is_other("device", "none"):
-        return Offload.OPTIMIZER if zero.flag("cpu_offload") or device else Offload.NONE
+        is_partial = sharding == Sharding.ZERO3 and device
+        if not (zero.flag("cpu_offload") or device) or (is_partial and not percent):
+            return {"offload": Offload.NONE}
+        return {"offload": Offload.OPTIMIZER, "offload_percent": percent if is_partial else 100}
+    if percent < 100:
+        section.remark("ratio", "the whole optimizer is priced as offloaded")
     if not device:
         weights.remark("device", "priced with the optimizer on the host too")
     elif weights.value("device") == "nvme":
         weights.remark("device", "priced as the memory of the host")
-    return Offload.PARAMETERS
+    return {"offload": Offload.PARAMETERS}
 
 
 def _recomputes(options: Options, trainer: dict[str, str]) -> bool:

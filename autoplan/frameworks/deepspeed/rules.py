@@ -70,7 +70,7 @@ SUPPORTED = (
     SupportedWords(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
 )
 
-EXTRAS = ("dropout", "main_weights", "moment_dtype", "reduce_dtype")
+EXTRAS = ("dropout", "main_weights", "moment_dtype", "offload_percent", "reduce_dtype")
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
@@ -136,6 +136,14 @@ RULES: tuple[Rule, ...] = (
         source=f"{_ENGINE}:1986",
         holds=lambda s, b: (b.offload == Offload.NONE.code) | (b.sharding != NONE),
         text=lambda s, p: "offload 'optimizer' needs ZeRO, sharding is none: use zero1, zero2 or zero3",
+    ),
+    Rule(
+        source="runtime/zero/stage3.py subgroup_to_device",
+        holds=lambda s, b: (b.offload_percent == 100) | ((b.sharding == ZERO3) & (b.offload == Offload.OPTIMIZER.code)),
+        text=lambda s, p: (
+            f"offload_percent {p.offload_percent} needs zero3 and offload optimizer, they are {p.sharding} and "
+            f"{p.offload}: leave it out"
+        ),
     ),
     Rule(
         source="runtime/config.py _do_error_check",

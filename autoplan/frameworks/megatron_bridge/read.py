@@ -40,6 +40,7 @@ _COMMON = {
     "fp8_param_gather": True,  # mixed_precision.py
     "fp4_param_gather": True,
     "cpu_offloading": False,
+    "optimizer_offload_fraction": 0.0,  # megatron/core/optimizer/optimizer_config.py
 }
 # Settings of model providers and recipes.
 _PROVIDERS = {"apply_rope_fusion": False}

@@ -262,7 +262,7 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 EXTRAS = (
     *("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype"),
     *("fp8_scaling", "fp8_attention", "fp8_activation_input", "token_dropping", "dropout", "router_fusion"),
-    *("rope_fusion", "offload_modules", "offload_layers"),
+    *("rope_fusion", "offload_percent", "offload_modules", "offload_layers"),
 )
 
 # For every schedule; Primus runs additional schedules on the same code (`primus`).
@@ -429,6 +429,13 @@ COMMON: tuple[Rule, ...] = (
         source="core/optimizer/__init__.py:1057",
         holds=lambda s, b: (b.offload != Offload.OPTIMIZER.code) | (b.sharding == ZERO1),
         text=lambda s, p: f"offload 'optimizer' needs sharding zero1, it is {p.sharding}",
+    ),
+    Rule(
+        source=f"{_ARGUMENTS} --optimizer-offload-fraction",
+        holds=lambda s, b: (b.offload_percent == 100) | (b.offload == Offload.OPTIMIZER.code),
+        text=lambda s, p: (
+            f"offload_percent {p.offload_percent} needs offload optimizer, it is {p.offload}: leave it out"
+        ),
     ),
     Rule(
         source="core/transformer/transformer_layer.py:473",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.option_table import Assumed, Constant, Fields, Option, Value
+from autoplan.frameworks.common.option_table import Assumed, Constant, Fields, Option, Value, read_percent
 from autoplan.frameworks.common.options import Options
 from autoplan.frameworks.megatron_lm.rules import is_precision_aware
 from autoplan.frameworks.megatron_lm.table import BRIDGE, DDP, DIST, OPTIMIZER, Line, Reading, Special, switches
@@ -69,7 +69,9 @@ def _read_copies(reading: Reading) -> Fields:
 
 def _write_offload(file: PlanFile) -> dict[str, Value]:
     keys = ("optimizer_cpu_offload", "use_precision_aware_optimizer", "overlap_cpu_optimizer_d2h_h2d")
-    return dict.fromkeys(keys, True) if file.best.plan.offload == "optimizer" else {}
+    # Without a fraction nothing is offloaded but in Megatron-LM's own scripts (core/optimizer/optimizer_config.py).
+    fraction: dict[str, Value] = {"optimizer_offload_fraction": file.best.plan.offload_percent / 100}
+    return dict.fromkeys(keys, True) | fraction if file.best.plan.offload == Offload.OPTIMIZER else {}
 
 
 def _write_narrow_params(file: PlanFile) -> dict[str, Value]:
@@ -153,11 +155,13 @@ def _read_offload(reading: Reading) -> Fields:
     arguments = reading.arguments
     if not arguments.flag("optimizer_cpu_offload"):
         return {}
-    if arguments.number("optimizer_offload_fraction", 1.0) != 1.0:
-        arguments.remark("optimizer_offload_fraction", "priced as the whole optimizer on the host")
-    if not arguments.flag("overlap_cpu_optimizer_d2h_h2d"):
+    percent = read_percent(arguments, "optimizer_offload_fraction")
+    overlaps = arguments.flag("overlap_cpu_optimizer_d2h_h2d")
+    if not percent:
+        return {}
+    if not overlaps:
         arguments.remark("overlap_cpu_optimizer_d2h_h2d", "copies to the host are priced as overlapped", default="off")
-    return {"offload": Offload.OPTIMIZER}
+    return {"offload": Offload.OPTIMIZER, "offload_percent": percent}
 
 
 # fmt: off

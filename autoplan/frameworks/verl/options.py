@@ -52,6 +52,7 @@ DEFAULTS: dict[str, Value] = {
     "bf16": True,
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
+    "optimizer_offload_fraction": 0.0,
     "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "alltoall",
     "apply_rope_fusion": True,

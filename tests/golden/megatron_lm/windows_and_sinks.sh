@@ -54,7 +54,7 @@ PLAN=(
     --moe-token-dispatcher-type alltoall
     --use-distributed-optimizer
     --overlap-grad-reduce --overlap-param-gather
-    --optimizer-cpu-offload --use-precision-aware-optimizer --overlap-cpu-optimizer-d2h-h2d
+    --optimizer-cpu-offload --use-precision-aware-optimizer --overlap-cpu-optimizer-d2h-h2d --optimizer-offload-fraction 1.0
     --bf16
 )
 
