@@ -17,23 +17,16 @@ torch = pytest.importorskip("torch")
 
 from autoplan.profiler.machine.environment import fingerprint  # noqa: E402
 from autoplan.profiler.store import open_store  # noqa: E402
+from model_specs import SMALL_TOML  # noqa: E402
 from stores import held  # noqa: E402
 
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
-MODEL = """
-name = "small"
-num_layers = 4
-hidden_size = 64
-vocab_size = 256
-num_heads = 4
-ffn_size = 128
-"""
 QUICK = ("--seq-len", "32", "--tp", "1", "--micro-batches", "1", "--ranks", "2", "--allowance", "0.05s")
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "small.toml").write_text(MODEL)
+    (tmp_path / "small.toml").write_text(SMALL_TOML)
     return tmp_path
 
 

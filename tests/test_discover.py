@@ -43,6 +43,7 @@ from autoplan.spec.plan_file import PlanFile
 from autoplan.topology.cluster import Fault, MachineSpec, NodeGroup
 from autoplan.topology.levels import compile_topology
 from machines import gpu_place, node, write
+from model_specs import SMALL_TOML
 
 
 def hgx(
@@ -647,9 +648,7 @@ def test_bad_input_is_one_line(
 def test_this_machine_becomes_a_cluster_that_a_search_accepts(
     tmp_path: Path, typed: Callable[..., tuple[int, str, str]]
 ) -> None:
-    (tmp_path / "small.toml").write_text(
-        'name = "small"\nnum_layers = 4\nhidden_size = 64\nvocab_size = 256\nnum_heads = 4\nffn_size = 128\n'
-    )
+    (tmp_path / "small.toml").write_text(SMALL_TOML)
     assert typed("discover", "--json", "--out", "seen.json")[0] == 0
     assert typed("discover", "--from", "seen.json", "--out", "c.toml")[0] == 0
     place = ("--cluster", "c.toml", "--global-batch", "4", "--seq-len", "32")
@@ -667,9 +666,7 @@ def fresh() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fresh")
 def test_cluster_local_is_what_is_discovered_here(tmp_path: Path, typed: Callable[..., tuple[int, str, str]]) -> None:
-    (tmp_path / "small.toml").write_text(
-        'name = "small"\nnum_layers = 4\nhidden_size = 64\nvocab_size = 256\nnum_heads = 4\nffn_size = 128\n'
-    )
+    (tmp_path / "small.toml").write_text(SMALL_TOML)
     assert typed("discover", "--out", "c.toml")[0] == 0
     flags = ("search", "small.toml", "--cluster", "local", "--global-batch", "4", "--seq-len", "32")
     status, _, err = typed(*flags)

@@ -14,22 +14,15 @@ from autoplan.base.errors import InputError
 from autoplan.profiler.record import Record
 from autoplan.profiler.store import open_store
 from commands import run
+from model_specs import SMALL_TOML
 from stores import LAB, postgres_schema
 
-MODEL = """
-name = "small"
-num_layers = 4
-hidden_size = 64
-vocab_size = 256
-num_heads = 4
-ffn_size = 128
-"""
 SEARCH = "search llama3-8b --cluster h100-sxm:2x8 --global-batch 64 --seq-len 4096 --out plan.json --quiet"
 
 
 def test_what_is_planned_is_what_real_ranks_are_asked(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    (tmp_path / "small.toml").write_text(MODEL)
+    (tmp_path / "small.toml").write_text(SMALL_TOML)
     options = ProfileOptions(
         db=str(tmp_path / "t.db"), seq_len=32, tp="1,2", micro_batches="1", ranks=2, cluster="cpu:1x2", dtypes="fp32"
     )

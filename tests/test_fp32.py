@@ -25,6 +25,7 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.timing import TimingTable
 from autoplan.spec.training import TrainingSpec
 from commands import run
+from model_specs import TINY_TOML
 from problems import problem_for
 
 TOKENS = 128
@@ -142,20 +143,12 @@ def test_measured_times_are_those_of_fp32() -> None:
 
 # -- commands ---------------------------------------------------------------------------------------------------------
 
-TINY = """
-name = "tiny"
-num_layers = 2
-hidden_size = 64
-vocab_size = 256
-num_heads = 4
-ffn_size = 128
-"""
 WHERE = ("--cluster", "cpu:1x2", "--global-batch", "4", "--seq-len", "32", "--precision", "fp32")
 
 
 def test_a_search_finds_plans_that_the_trainer_runs(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    (tmp_path / "tiny.toml").write_text(TINY)
+    (tmp_path / "tiny.toml").write_text(TINY_TOML)
     done = run(tmp_path, "search", "tiny.toml", *WHERE, "--framework", "torch", "--quiet")
     assert done.returncode == 0, done.stderr
     plan = json.loads((tmp_path / "plan.json").read_text())
@@ -168,7 +161,7 @@ def test_a_search_finds_plans_that_the_trainer_runs(tmp_path: Path) -> None:
 
 
 def test_others_refuse_it_in_a_line(tmp_path: Path) -> None:
-    (tmp_path / "tiny.toml").write_text(TINY)
+    (tmp_path / "tiny.toml").write_text(TINY_TOML)
     done = run(tmp_path, "search", "tiny.toml", *WHERE, "--quiet")
     assert done.returncode == 1
     assert done.stderr.strip() == (

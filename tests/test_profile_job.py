@@ -14,19 +14,12 @@ from autoplan.api.profile_job import ProfileJob, job_of, run_job
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.launch.launcher import launch_files
 from commands import run
+from model_specs import TINY_TOML
 from slurms import StandIn
 from stores import held
 
 pytest.importorskip("torch")
 
-TINY = """
-name = "tiny"
-num_layers = 2
-hidden_size = 64
-vocab_size = 256
-num_heads = 4
-ffn_size = 128
-"""
 SEARCH = (
     "search tiny.toml --cluster cpu:1x2 --global-batch 8 --seq-len 32 --framework torch --precision fp32 --quiet "
     "--out plan.json"
@@ -36,7 +29,7 @@ SEARCH = (
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with a plan for two ranks on a node of CPUs, and a Slurm."""
-    (tmp_path / "tiny.toml").write_text(TINY)
+    (tmp_path / "tiny.toml").write_text(TINY_TOML)
     (tmp_path / "often.toml").write_text('extends = "slurm"\npoll_every_s = 0.2\n')
     assert run(tmp_path, *SEARCH.split()).returncode == 0
     (tmp_path / "slurm").mkdir()

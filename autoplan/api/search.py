@@ -92,41 +92,28 @@ def search(
 ) -> PlanResult:
     """Return the fastest plans that fit, best first, with the proof that none is better.
 
-    `model` and `cluster` are names, paths or loaded objects.  `global_batch` is a number of sequences, or a range such
-    as "256:512", from which the batch with the highest throughput is chosen.  `seq_len` is in tokens.  `launch_file`
-    can supply all of these, and is compared with the best plan; `variables` are its shell variables, `target` its
-    format.
+    `model` and `cluster` are names, paths or loaded objects; `global_batch` is in sequences, or a range ("256:512")
+    from which the batch with the highest throughput is chosen; `seq_len` is in tokens.  `launch_file` can supply all of
+    these, and is compared with the best plan; `variables` are its shell variables, `target` its format.
 
-    `to` restricts the search to plans that an export target can express; they are priced as its framework, unless the
-    options name one.  A framework named after a target without facts of its own implies that target. `fix` and
-    `at_most` narrow the space ({"tp": 8}), as does `forbid` ("offload", "sharding=zero3"); `allow` adds options that
-    change the numerics of training ("moment_dtype=bf16"). `prefer` is "simple" (the simplest plan that is at most 1 %
-    slower than the fastest), "fastest", or "robust" (the plan with the lowest 0.9-quantile of the step time; `robust`
-    sets another quantile).  With a launch file, the fastest plan is chosen.  `why` adds what would change the answer.
-     With objectives, node counts or a run among the `options` (see `RunOptions`), the search finds the best plan for
-    those.
-
+    `to` restricts the search to plans that an export target can express, priced as its framework unless the options
+    name one.  `fix` and `at_most` narrow the space ({"tp": 8}), as does `forbid` ("offload", "sharding=zero3"); `allow`
+    adds options that change the numerics of training ("moment_dtype=bf16").  `prefer` is "simple" (the simplest plan
+    that is at most 1 % slower than the fastest, and without launch file), "fastest", or "robust" (with the lowest
+    0.9-quantile of the step time, or the quantile `robust`).  `why` adds what would change the answer.  With
+    objectives, node counts or a run among the `options` (see `RunOptions`), the best plan for those is found.
     The sampler "bound" proves its answer; tpe, gp, nsga2, cmaes and random try `trials` combinations with a `seed`.
     `workers` processes share the search, together with others that use the same `storage` and `study`.
 
-    Raises InputError for arguments that cannot be used, NoPlanError if no plan is legal or fits, and UnpricedError if
-    the rules of the framework are not known.
+    Raises InputError for unusable arguments, NoPlanError if no plan fits, UnpricedError for a framework without rules.
     """
     quantile = _quantile(prefer, robust)
     problem_options, run = _divided(options)
-    cluster_spec, started = load_cluster(cluster), None
-    if launch_file is not None:
-        if run or quantile is not None:
-            raise InputError("--from finds the fastest step on equal nodes: leave objectives, runs and --robust out")
-        stated: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
-        started, problem = _started(launch_file, cluster_spec, problem_options, variables, target, stated)
-    elif variables or target:
-        raise InputError("--set and --as need a launch file: give --from FILE")
-    elif model is None or global_batch is None or seq_len is None:
-        raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
-    else:
-        to = priced_target(to, problem_options)
-        problem = make_problem(model, cluster=cluster_spec, seq_len=seq_len, **problem_options)
+    if launch_file is not None and (run or quantile is not None):
+        raise InputError("--from finds the fastest step on equal nodes: leave objectives, runs and --robust out")
+    to = priced_target(to, problem_options) if launch_file is None else to
+    stated = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
+    started, problem = _started(launch_file, load_cluster(cluster), problem_options, variables, target, stated)
     batch = started.global_batch if started else str(global_batch)
     question = _Question(
         problem=problem,
@@ -143,14 +130,23 @@ def search(
 
 
 def _started(
-    path: str | Path,
+    path: str | Path | None,
     cluster: ClusterSpec,
     options: ProblemOptions,
     variables: Iterable[str] | Mapping[str, str],
     target: str | None,
     stated: Mapping[str, Any],
-) -> tuple[LaunchStart, Problem]:
-    """Return the start from a launch file, and its problem; what the file says of the numerics of training stays."""
+) -> tuple[LaunchStart | None, Problem]:
+    """Return the start from a launch file, if there is one, and the problem.
+
+    What the file says of the numerics of training stays.
+    """
+    if path is None:
+        if variables or target:
+            raise InputError("--set and --as need a launch file: give --from FILE")
+        if None in stated.values():
+            raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
+        return None, make_problem(stated["model"], cluster=cluster, seq_len=stated["seq_len"], **options)
     from autoplan.api.launch_files import start_from  # brings the readers of all frameworks
 
     started = start_from(path, cluster, options, variables=variables, target=target, **stated)

@@ -6,6 +6,17 @@ from typing import Any
 
 from autoplan.spec.model import ModelSpec
 
+# Models that a CPU trains, as files.
+SMALL_TOML = """
+name = "small"
+num_layers = 4
+hidden_size = 64
+vocab_size = 256
+num_heads = 4
+ffn_size = 128
+"""
+TINY_TOML = SMALL_TOML.replace("small", "tiny").replace("num_layers = 4", "num_layers = 2")
+
 # What all GPT models have, unlike Llama.
 GPT: dict[str, Any] = {
     "gated_mlp": False,
