@@ -91,6 +91,9 @@ DOUBTS = {
     "nemotron_340b.yaml of the 24.07 container repeats attention alone",
     "nemo2407-015": "its table tells no recomputation: states of 14 bytes a parameter, which nothing shards, need 65 "
     "of 79 GiB, so that it repeats layers or has narrower states than the launcher's sft.yaml",
+    "nvbridge-077": "within what is not known of it: 194 of 186 GiB, 145 of them activations of the 40 layers left",
+    "nvbridge-245": "offloads activations of 40 of 80 layers (v0.2.0, configs/llama3/workload_base_configs.py: GB200, "
+    "fp8_cs), which its row does not say; then as nvbridge-077",
     "nvbridge-165": "its precision runs with pp 4 and vp 5 (Megatron-Bridge v0.3.1, llama3_workload_base_configs.py)",
     "nvbridge-268": "offloads activations of 40 of 80 layers (v0.1.0rc4, llama3_70b_llm_pretrain.yaml: GB200, fp8_cs)",
 }
