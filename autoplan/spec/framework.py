@@ -43,6 +43,7 @@ class Memory:
     # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit
     # copies, and gradients that live from their backward pass to the optimizer's step: a step has several peaks.
     fsdp2_states: bool = False
+    fsdp_prefetch_units: int = 2  # gathered units alive at once under zero3
     # Embedding and head are gathered where they are used, not for the whole of both passes.
     gathers_ends_in_turn: bool = False
     # Dense layers keep their inputs and the outputs of products, and repeat all between them (jax.checkpoint by name).
@@ -101,6 +102,7 @@ class Memory:
         return self.bytes_per_weight >= 4.0
 
     def __post_init__(self) -> None:
+        check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, at_most=1000)
         check_count("whole_gather_copies", self.whole_gather_copies, at_least=0, at_most=10)
         check_count("pads_vocab_to", self.pads_vocab_to, at_most=2**20)
         _check(
