@@ -120,7 +120,7 @@ def test_states_go_where_memory_is() -> None:
     model = replace(SMALL, num_layers=48, hidden_size=4096, num_heads=32, num_kv_heads=32, ffn_size=11008)
     fast = scaled("a100-sxm:1x4", "fast", memory_gb=16)
     slow = scaled("a100-sxm:1x4", "slow", speed=0.5, memory_gb=48)
-    problem = problem_of(fast, slow, model=model, seq_len=2048, framework=load_framework("pytorch-fsdp"))
+    problem = problem_of(fast, slow, model=model, seq_len=2048, framework=load_framework("torch"))
     structure = Structure(
         kinds=(Pipelines(count=4, places=((0, 1),)), Pipelines(count=4, places=((1, 1),))),
         micro_batches=(2, 1),
