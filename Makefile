@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
+MAKEFLAGS += --jobs=2  # types are checked beside the tests
+
 .PHONY: search test lint types contracts tests hunt clean
 
 search: $(VENV)/.runtime

@@ -70,8 +70,9 @@ REAL = {
 def test_oracle_and_prediction_are_what_real_ranks_hold(name: str, precision: Any) -> None:
     """Tracked on gloo ranks; tokens and scratch tensors of the loss are all that the oracle leaves out."""
     real = replace(REAL[name], precision=precision)
-    question = Question(model=SMALL, plan=real, seq_len=256, fused_norm=False)
-    task = Task(model=SMALL, plan=real, seq_len=256, dtype=precision, num_steps=1, num_warmup=0, data="synthetic")
+    seq_len = 160 if precision == "bf16" else 256  # without units for bf16 a product takes many times as long
+    question = Question(model=SMALL, plan=real, seq_len=seq_len, fused_norm=False)
+    task = Task(model=SMALL, plan=real, seq_len=seq_len, dtype=precision, num_steps=1, num_warmup=0, data="synthetic")
     counted = [peak for _, peak in sorted(ask(question).items())]
     report = run_task(task)
     assert report is not None
