@@ -125,6 +125,8 @@ def draw_problem(rng: Rng, rules: str) -> Problem | None:
         training["document_len"] = 512
     elif rng.random() < 0.1:
         training |= {"lengths": Lengths(histogram=((512, 3), (2048, 1))), "batching": str(rng.choice(BATCHINGS))}
+    if rng.random() < 0.1:
+        training |= {"capacity_factor": float(rng.choice((0.75, 1.25, 2.0))), "pads_experts": bool(rng.random() < 0.5)}
     framework = str(rng.choice(frameworks()[rules]))
     try:
         spec = TrainingSpec(**training)

@@ -27,7 +27,10 @@ from autoplan.cost.kernels.sizes import expert_tokens, norm_tokens, rank_tokens
 from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.common.header import header
+from autoplan.frameworks.common.launch import LaunchContext
+from autoplan.frameworks.megatron_lm.read import READER
 from autoplan.frameworks.presets import load_framework
+from autoplan.launch.targets import exported
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.calibration import Calibration
@@ -83,11 +86,34 @@ def test_experts_that_drop_tokens_wait_for_no_host_and_get_every_copy_of_a_token
     assert copies == [2, 1]  # what one transfer stands for
 
 
-def test_experts_that_drop_tokens_are_balanced() -> None:
-    uneven = replace(PROBLEM, training=replace(PROBLEM.training, expert_imbalance=1.5))
-    for drops, share in ((False, 1.5), (True, 1.0)):
-        batch = batch_of(token_dropping=drops)
-        assert expert_tokens(uneven, batch)[0] == pytest.approx(share * expert_tokens(PROBLEM, batch)[0])
+@pytest.mark.parametrize(
+    ("factor", "pads", "share"),
+    [(1.0, True, 1.0), (2.0, True, 2.0), (1.0, False, 1.0), (1.2, False, 1.2), (2.0, False, 1.5), (0.5, False, 0.5)],
+)
+def test_experts_that_drop_tokens_have_their_capacity_or_what_comes_to_them(
+    factor: float, pads: bool, share: float
+) -> None:
+    training = replace(PROBLEM.training, expert_imbalance=1.5, capacity_factor=factor, pads_experts=pads)
+    uneven = replace(PROBLEM, training=training)
+    mean = expert_tokens(PROBLEM, batch_of())[0]
+    assert expert_tokens(uneven, batch_of(token_dropping=True))[0] == pytest.approx(share * mean)
+    assert expert_tokens(uneven, batch_of())[0] == pytest.approx(1.5 * mean)
+    assert (_experts_wait_s(uneven, batch_of(token_dropping=True)).total_s[0] == 0.0) == pads
+
+
+def test_a_capacity_factor_is_said_by_a_flag_and_read_back() -> None:
+    place = {"cluster": "h100-sxm:2x8", "global_batch": 64, "seq_len": 4096, "plan": {"ep": 8, "recompute": "full"}}
+    usual, more = (
+        autoplan.estimate("mixtral-8x7b", capacity_factor=factor, **place)  # type: ignore[arg-type]
+        for factor in (1.0, 1.25)
+    )
+    assert usual.best.plan.token_dropping
+    assert more.best.step_s > usual.best.step_s
+    (script,) = exported(more.file, "megatron-lm", "torchrun")
+    launch = READER.read(script.text, LaunchContext())
+    assert (launch.plan, launch.training) == (more.best.plan, more.file.training)
+    with pytest.raises(InputError, match="--capacity-factor needs a model with experts, llama3-8b has none"):
+        autoplan.estimate("llama3-8b", **place | {"plan": {}}, capacity_factor=1.25)  # type: ignore[arg-type]
 
 
 def test_the_imbalance_of_experts_is_said_by_a_flag_that_search_and_estimate_take() -> None:

@@ -295,11 +295,15 @@ def test_a_choice_of_the_plan_has_its_options(changes: dict[str, Any], expected:
 
 
 def test_experts_that_drop_tokens_have_a_capacity_and_the_plain_dispatcher() -> None:
-    written = words_of(plan_file_of(GPT_OSS, ep=8, dp_shard=8, token_dropping=True))
+    file = plan_file_of(GPT_OSS, ep=8, dp_shard=8, token_dropping=True)
+    written = words_of(file)
     assert written[written.index("--moe-token-dispatcher-type") + 1] == "alltoall"
     at = written.index("--moe-expert-capacity-factor")
     assert written[at : at + 3] == ["--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"]
     assert "--moe-flex-dispatcher-backend" not in written
+    limited = words_of(replace(file, training=replace(file.training, capacity_factor=1.25, pads_experts=False)))
+    assert limited[at : at + 2] == ["--moe-expert-capacity-factor", "1.25"]
+    assert "--moe-pad-expert-input-to-capacity" not in limited
 
 
 def test_a_loss_that_was_priced_as_fused_is_its_own_fused_one_and_says_so() -> None:

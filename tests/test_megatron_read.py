@@ -144,22 +144,28 @@ CAPACITY = "--moe-expert-capacity-factor"
 
 
 @pytest.mark.parametrize(
-    ("options", "drops", "unread"),
+    ("options", "drops", "factor", "pads"),
     [
-        (f"{EXPERTS} {CAPACITY} 1.0 --moe-pad-expert-input-to-capacity", True, set()),
-        (f"{EXPERTS} {CAPACITY} 1.5 --moe-pad-expert-input-to-capacity", True, {CAPACITY}),
-        (f"{EXPERTS} {CAPACITY} 1.0", False, {CAPACITY}),
-        (f"{EXPERTS} {CAPACITY} -1", False, set()),
-        (EXPERTS, False, set()),
-        (f"{CAPACITY} 1.0 --moe-pad-expert-input-to-capacity", False, set()),
+        (f"{EXPERTS} {CAPACITY} 1.0 --moe-pad-expert-input-to-capacity", True, 1.0, True),
+        (f"{EXPERTS} {CAPACITY} 1.5 --moe-pad-expert-input-to-capacity", True, 1.5, True),
+        (f"{EXPERTS} {CAPACITY} 2", True, 2.0, False),
+        (f"{EXPERTS} {CAPACITY} -1", False, 1.0, True),
+        (EXPERTS, False, 1.0, True),
+        (f"{CAPACITY} 1.0 --moe-pad-expert-input-to-capacity", False, 1.0, True),
     ],
 )
-def test_experts_drop_tokens_beyond_a_capacity_that_they_are_padded_to(
-    options: str, drops: bool, unread: set[str]
+def test_experts_drop_tokens_beyond_a_capacity_that_they_may_be_padded_to(
+    options: str, drops: bool, factor: float, pads: bool
 ) -> None:
     launch = read(options)
     assert launch.plan.token_dropping == drops
-    assert matters(launch) == unread
+    assert (launch.training.capacity_factor, launch.training.pads_experts) == (factor, pads)
+    assert not matters(launch)
+
+
+def test_a_capacity_of_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"capacity_factor must be between .* got 0"):
+        read(f"{EXPERTS} {CAPACITY} 0")
 
 
 @pytest.mark.parametrize(

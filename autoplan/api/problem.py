@@ -66,6 +66,7 @@ class ProblemOptions(TypedDict, total=False):
     lora_rank: int | None  # of adapters on frozen weights
     lora_targets: str | None  # modules with adapters, as PEFT calls them, joined by commas; or "all-linear"
     expert_imbalance: float | None  # tokens of the busiest rank of experts over their mean, 1 to 1000
+    capacity_factor: float | None  # experts take so many times the mean of tokens at most, and drop the others
     document_len: int | None  # mean tokens of the documents packed into a sequence
     # Of samples that differ: "1k:56,64k:1" (tokens:samples), a histogram file, or a JSONL whose samples are counted.
     lengths: str | Path | Lengths | None
@@ -205,7 +206,7 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         table["finetuning"] = asdict(tuning)
     if (lengths := options.get("lengths")) is not None:
         table["lengths"] = asdict(lengths if isinstance(lengths, Lengths) else load_lengths(str(lengths)))
-    for name in ("document_len", "expert_imbalance", "batching"):
+    for name in ("document_len", "expert_imbalance", "capacity_factor", "batching"):
         if (value := options.get(name)) is not None:
             table[name] = value
     if rates := _input_rates(options):
@@ -219,12 +220,17 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     if options.get("batching") is not None and not table.get("lengths"):
         raise InputError(f"--batching {options['batching']!r} needs samples of different lengths: give --lengths too")
     loaded = load_model(model)
-    if loaded.moe is None and options.get("expert_imbalance") is not None:
-        raise InputError(f"--expert-imbalance needs a model with experts, {loaded.name} has none: leave it out")
+    framework = load_framework(options.get("framework", usual))
+    for name in ("expert_imbalance", "capacity_factor"):
+        if loaded.moe is None and options.get(name) is not None:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} needs a model with experts, {loaded.name} has none: leave it out")
+    if options.get("capacity_factor") is not None:
+        framework = framework.preferring("token_dropping=on")
     return _Parts(
         model=_with_encoded(loaded, options),
         training=decode(TrainingSpec, table, "training"),
-        framework=load_framework(options.get("framework", usual)),
+        framework=framework,
         reserve_bytes=reserve_bytes,
     )
 

@@ -110,6 +110,13 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             kind=float,
             unset="1, balanced",
         ),
+        _shared(
+            "capacity_factor",
+            "FACTOR",
+            "Tokens that an expert takes at most, over the mean; it drops the others.",
+            kind=float,
+            unset="no token is dropped",
+        ),
         _number("document_len", "Mean length of packed documents; attention stays within a document.", "TOKENS"),
         _number("images", "Images per sample, for a model with an image encoder; default: 1."),
         _number(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 PROBLEM_FLAGS = (
     *("precision", "attention", "framework", "calibration", "timings", "reserve_memory"),
     *("finetune", "lora_rank", "lora_targets", "quantize", "optimizer", "document_len", "expert_imbalance"),
+    "capacity_factor",
     *("input_rate", "sample_size", "lengths", "batching", "loss", "reference", "images", "image_tokens", "encoder_len"),
 )
 RUN_FLAGS = (

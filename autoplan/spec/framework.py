@@ -345,6 +345,10 @@ class Framework:
         chosen = {name: value for name, value in (self.choices | numerics).items() if value != AXIS[name].default}
         return replace(self, usual=tuple(f"{name}={shown(value)}" for name, value in chosen.items()))
 
+    def preferring(self, choice: str) -> Framework:
+        """Return the framework whose plans have an option (AXIS=VALUE) where nothing else is said."""
+        return replace(self, usual=(*self.usual, choice))
+
     def trait(self, name: str) -> Any:
         """Return the trait called `name`, whichever group holds it."""
         return getattr(getattr(self, GROUP_OF[name]), name)

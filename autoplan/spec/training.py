@@ -30,6 +30,9 @@ class TrainingSpec:
     # Tokens of the busiest rank of experts over their mean, whose memory and time a step waits for: 1.05-1.3 where a
     # loss balances the routing, 1.5 and more without (`modelling` B5).
     expert_imbalance: float = 1.0
+    # Of plans that drop tokens: the most tokens of an expert over its mean, and whether it is padded to as many.
+    capacity_factor: float = 1.0
+    pads_experts: bool = True
     finetuning: FineTuning | None = None  # None: all weights are trained
     # Mean tokens of the documents packed into a sequence, over tokens, beyond which attention does not look; None: it
     # looks at the whole sequence.
@@ -58,6 +61,8 @@ class TrainingSpec:
             object.__setattr__(self, "preference", self.preference.with_reference(has_adapters=self.has_adapters))
         if not 1.0 <= self.expert_imbalance <= 1000.0:
             raise InputError(f"expert_imbalance must be between 1 (balanced) and 1000, got {self.expert_imbalance:g}")
+        if not 0.01 <= self.capacity_factor <= 1000.0:
+            raise InputError(f"capacity_factor must be between 0.01 and 1000, got {self.capacity_factor:g}")
 
     def _check_lengths(self) -> None:
         if self.document_len is not None:

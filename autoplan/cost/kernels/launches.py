@@ -15,6 +15,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.block_shapes import block_shapes
+from autoplan.cost.kernels.sizes import pads_experts
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule
 from autoplan.spec.model import ATTENTION_BLOCKS, Block
@@ -198,7 +199,7 @@ def is_graphed(batch: PlanBatch, block: Block) -> Bools:
 
 def is_one_graph(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which plans of MoE models have static shapes and launch a whole pass as one CUDA graph: (plans)."""
-    return np.asarray(batch.token_dropping | has_fused_experts(problem, batch))
+    return np.asarray(pads_experts(problem, batch) | has_fused_experts(problem, batch))
 
 
 def has_fused_experts(problem: Problem, batch: PlanBatch) -> Bools:

@@ -22,6 +22,7 @@ from autoplan.cost.kernels.sizes import (
     local_sizes,
     matrix_pieces,
     norm_tokens,
+    pads_experts,
     rank_tokens,
     scales_by_past,
     scales_tiles,
@@ -196,7 +197,7 @@ def _kernel_factors(problem: Problem, batch: PlanBatch, names: Iterable[str]) ->
         # In one kernel of the dispatcher, or in several.
         apart = usual * problem.framework.kernels.permute_bytes_factor
         factors["permute"] = np.where(sends_tokens_once(problem, batch), 1.0, apart)
-        factors["permute"] = factors["permute"] * np.where(batch.token_dropping, DROPPING_PERMUTE, 1.0)
+        factors["permute"] = factors["permute"] * np.where(pads_experts(problem, batch), DROPPING_PERMUTE, 1.0)
     return factors
 
 

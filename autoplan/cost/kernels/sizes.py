@@ -111,8 +111,19 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def expert_imbalance(problem: Problem, batch: PlanBatch) -> Floats:
-    """Tokens of the busiest expert rank relative to the mean; 1 if tokens beyond the capacity are dropped."""
-    return np.where(batch.token_dropping, 1.0, problem.training.expert_imbalance)
+    """Tokens of the busiest expert rank over the mean of all routed ones; if some are dropped, at most the capacity.
+
+    Padded experts compute on, and exchange, as many as their capacity (Megatron-LM d98e8a6 token_dispatcher.py:517).
+    """
+    training = problem.training
+    capacity, imbalance = training.capacity_factor, training.expert_imbalance
+    busiest = capacity if training.pads_experts else min(capacity, imbalance)
+    return np.where(batch.token_dropping, busiest, imbalance)
+
+
+def pads_experts(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans give every expert as many tokens as its capacity, so that shapes are static."""
+    return np.asarray(batch.token_dropping & problem.training.pads_experts)
 
 
 def sends_tokens_once(problem: Problem, batch: PlanBatch) -> Bools:

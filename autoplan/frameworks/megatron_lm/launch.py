@@ -44,7 +44,8 @@ def launch_of(
     read_lines((model_options.DROPOUT,), reading)
     precision = read_precision(arguments)
     plan = _plan(reading, model, precision, context.num_devices or num_devices, schedule)
-    training = TrainingSpec(seq_len=seq_len, precision=precision, attention=read_attention(arguments))
+    attention = read_attention(arguments)
+    training = TrainingSpec(seq_len=seq_len, precision=precision, attention=attention, **reading.training)
     if (optimizer := arguments.text("optimizer", "adam")) not in ("adam", "adamw"):
         arguments.remark("optimizer", f"priced as Adam, not {str(optimizer)[:30]}")
     remark_assumed(options.OPTIONS, arguments)

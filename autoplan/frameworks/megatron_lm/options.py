@@ -232,11 +232,13 @@ def _read_dispatcher(reading: Reading) -> Fields:
 def _write_dropping(file: PlanFile) -> dict[str, Value]:
     if not file.best.plan.token_dropping:
         return {}
-    return {"moe_expert_capacity_factor": "1.0", "moe_pad_expert_input_to_capacity": True}
+    training = file.training
+    factor = {"moe_expert_capacity_factor": training.capacity_factor}
+    return factor | {"moe_pad_expert_input_to_capacity": training.pads_experts}
 
 
 def _read_dropping(reading: Reading) -> Fields:
-    """Read whether experts take a fixed number of tokens; a capacity below 0 means no limit (transformer_config.py)."""
+    """Read how many tokens experts take; a capacity below 0 means no limit (transformer_config.py)."""
     arguments, key = reading.arguments, "moe_expert_capacity_factor"
     capacity, pads = arguments.value(key), arguments.flag("moe_pad_expert_input_to_capacity")
     if capacity is None or reading.model is None or reading.model.moe is None:
@@ -245,11 +247,7 @@ def _read_dropping(reading: Reading) -> Fields:
         raise InputError(f"{arguments.name(key)} must be a number, got {show(capacity)}")
     if capacity < 0:
         return {}
-    if not pads:
-        arguments.remark(key, "priced without a capacity: experts are not padded to it, and shapes still change")
-        return {}
-    if capacity != 1.0:
-        arguments.remark(key, "priced with a capacity factor of 1")
+    reading.training |= {"capacity_factor": float(capacity), "pads_experts": pads}
     return {"token_dropping": True}
 
 

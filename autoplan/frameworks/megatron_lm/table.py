@@ -17,12 +17,13 @@ TRAIN, DDP, DIST, OPTIMIZER = ({BRIDGE: section} for section in ("train.", "ddp.
 
 @dataclass(slots=True, kw_only=True)
 class Reading:
-    """State of reading arguments: the model (or the model to start from), and the fields so far."""
+    """State of reading arguments: the model (or the model to start from), and the fields of the plan so far."""
 
     arguments: Options
     model: ModelSpec | None
     seq_len: int
     fields: Fields = field(default_factory=dict)
+    training: Fields = field(default_factory=dict)  # of its `TrainingSpec`
 
 
 @dataclass(frozen=True, slots=True)
