@@ -60,6 +60,17 @@ SMALL_BART: dict[str, Any] = {
     **{"encoder_layers": 3, "encoder_attention_heads": 6, "encoder_ffn_dim": 1600, "encoder_layerdrop": 0.0},
     **{"decoder_layers": 2, "decoder_attention_heads": 6, "decoder_ffn_dim": 1280, "decoder_layerdrop": 0.0},
 }
+_GEMMA: dict[str, Any] = {
+    **{"hidden_size": 384, "intermediate_size": 1280, "num_hidden_layers": 1, "vocab_size": 512},
+    **{"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 64},
+}
+SMALL_T5GEMMA2: dict[str, Any] = {
+    "encoder": {
+        "text_config": _GEMMA | {"num_hidden_layers": 2},
+        "vision_config": {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 3},
+    },
+    "decoder": _GEMMA,
+}
 SMALL_T5: dict[str, Any] = {
     **{"d_model": 64, "d_kv": 24, "d_ff": 160, "num_heads": 4, "vocab_size": 512},
     **{"num_layers": 3, "num_decoder_layers": 2, "feed_forward_proj": "gated-silu"},
@@ -80,6 +91,7 @@ def test_a_published_config_has_the_parameters_of_its_checkpoint(flan: ModelSpec
 KINDS = (
     *("bart", "mbart", "plbart", "mvp", "blenderbot", "blenderbot-small", "pegasus", "marian", "m2m_100", "fsmt"),
     *("t5", "mt5", "umt5", "t5gemma", "whisper", "bigbird_pegasus", "led", "longt5", "pegasus_x"),
+    *("seamless_m4t", "seamless_m4t_v2", "t5gemma2"),
     *(
         "switch_transformers",
         "nllb-moe",
@@ -121,7 +133,7 @@ def test_parameters_are_those_of_transformers(kind: str) -> None:
     assert count_parameters(spec) == pytest.approx(sum(own.numel() for own in model.parameters()), rel=rel)
 
 
-@pytest.mark.parametrize(("kind", "sizes"), [("bart", SMALL_BART), ("t5", SMALL_T5)])
+@pytest.mark.parametrize(("kind", "sizes"), [("bart", SMALL_BART), ("t5", SMALL_T5), ("t5gemma2", SMALL_T5GEMMA2)])
 def test_operations_are_those_that_torch_counts(kind: str, sizes: dict[str, Any]) -> None:
     """160 tokens of a source, 48 of a target."""
     torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -156,6 +168,26 @@ def test_bytes_kept_by_a_decoder_layer_are_those_of_torch() -> None:
         for block, shape in layer_shapes(spec).items()
     )
     assert ours == pytest.approx(sum(sizes.values()), rel=0.01)
+
+
+def test_bytes_kept_by_a_layer_of_merged_attention_are_those_of_torch() -> None:
+    """Two pairs of 512 and 256 tokens, all but the scores; torch keeps no output of the norms behind the blocks."""
+    torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    model, spec = _built("t5gemma2", SMALL_T5GEMMA2)
+    layer = model.to(torch.bfloat16).train().model.decoder.layers[0]
+    hidden = torch.randn(2, 256, 384, dtype=torch.bfloat16, requires_grad=True)
+    source = torch.randn(2, 512, 384, dtype=torch.bfloat16, requires_grad=True)
+    angles = torch.randn(2, 1, 256, 64, dtype=torch.bfloat16)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), source, *angles)}
+    with saved_sizes(known, counts=lambda tensor: tensor.shape[-2:] != (256, 768)) as sizes:
+        layer(hidden, position_embeddings=tuple(angles), encoder_hidden_states=source)
+    problem = make_problem(spec, cluster="h100-sxm:1x1", seq_len=256, encoder_len=512, framework="transformers")
+    batch = PlanBatch.of([ParallelPlan(global_batch=2, micro_batch=2)], spec.num_layers)
+    ours = sum(
+        float(whole_bytes(activation_parts(problem, batch, block, shape))[0])
+        for block, shape in layer_shapes(spec).items()
+    )
+    assert ours == pytest.approx(sum(sizes.values()), rel=0.04)
 
 
 def _step(problem: Problem, plan: ParallelPlan) -> tuple[float, float]:
@@ -217,6 +249,9 @@ def test_what_is_not_priced_is_refused(flan: ModelSpec) -> None:
         make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=512, encoder_len=512)
     with pytest.raises(InputError, match="variable lengths are not priced with the encoder"):
         make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, lengths="256:3,512:1")
+    speech = {"model_type": "seamless_m4t", "is_encoder_decoder": True, "architectures": ["SeamlessM4TModel"]}
+    with pytest.raises(InputError, match=r"names no encoder-decoder .*ForTextToText"):
+        read_huggingface(speech, "seamless")
     with pytest.raises(InputError, match="a decoder of t5 without its encoder is not covered"):
         read_huggingface({**T5_LARGE, "is_encoder_decoder": False}, "t5")
     with pytest.raises(InputError, match="feed_forward_proj = 'swish' is not covered for t5, only relu, gelu"):

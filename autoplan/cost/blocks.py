@@ -201,7 +201,7 @@ def _parts(
         tp_inputs = tp.forward_s * np.divide(inputs, alone, out=zeros.copy(), where=alone > 0)
     if shape.is_frozen:
         tp = tp.plus(adapters_s(problem, batch, shape, links))
-    if block is Block.CROSS_ATTENTION:
+    if problem.model.reads_encoder(block):
         tp = tp.plus(Pass(zeros, encoder_gradient(problem, batch).seconds(links)))
     if block in ATTENTION_BLOCKS:
         cp = context_parallel_s(problem, batch, links, kernels.attention)

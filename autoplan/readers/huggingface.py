@@ -18,6 +18,7 @@ from autoplan.spec.model import ModelSpec
 _SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only if the layer pattern has the symbol
 _ENCODERS = ("vision_config", "audio_config", "encoder_config")
 _TEXT = "ForCausalLM"  # suffix of classes without an encoder
+_PAIRS = ("ForConditionalGeneration", "ForTextToText", "MTModel", "WithLMHeadModel", "EncoderDecoderModel")
 
 
 def model_types() -> tuple[str, ...]:
@@ -100,11 +101,13 @@ def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | No
     if any(encoder is None for encoder in read):
         return None
     first, *others = [encoder for encoder in read if encoder]
-    for other in others:
-        first["num_other_parameters"] += encoder_parameters(
-            decode(ModelSpec, {"name": "other", **text, "encoder": other}, "other")
-        )
+    first["num_other_parameters"] += sum(_num_parameters(other, text) for other in others)
     return first
+
+
+def _num_parameters(encoder: dict[str, Any], text: dict[str, Any]) -> int:
+    """Return the parameters of an encoder before a text model with the fields `text`."""
+    return encoder_parameters(decode(ModelSpec, {"name": "other", **text, "encoder": encoder}, "other"))
 
 
 def _encoder_of(table: dict[str, Any], config: Any, text: dict[str, Any], *, is_alone: bool) -> dict[str, Any] | None:
@@ -140,7 +143,10 @@ def _rules(kind: str) -> dict[str, Any]:
 
 
 def _source_encoder(table: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Return the `Encoder` fields of an encoder-decoder, by default those of the decoder."""
+    """Return the `Encoder` fields of an encoder-decoder, by default those of the decoder.
+
+    Samples are priced as text; an encoder of images before the encoder of text counts with its weights.
+    """
     rules = _rules(kind)
     keys = Keys(config=_stack(table, "encoder"), kind=kind, rules=merged(rules, rules["source"]))
     fields = _spec_fields(keys)
@@ -149,13 +155,20 @@ def _source_encoder(table: dict[str, Any], kind: str) -> dict[str, Any]:
         around |= {"embedding": "matrix", **described(keys)._asdict()}
         fields["vocab_size"] = around.pop("patch_numbers")
         around = {name: value for name, value in around.items() if name not in ("window", "full_attention_interval")}
-    return {"layers": {**fields, "name": kind, "bidirectional": True, "cross_attention": False}, **around}
+    layers = {**fields, "name": kind, "bidirectional": True, "cross_attention": False}
+    if any(kind in rules["in"] for rules in key_table()["encoder_types"].values()):
+        if (images := _encoder({**keys.config, "model_type": kind}, layers)) is None:
+            raise InputError(f"vision_config of a {kind} model is not covered: it must have all sizes of its encoder")
+        around["num_other_parameters"] = around.get("num_other_parameters", 0) + _num_parameters(images, layers)
+    return {"layers": layers, **around}
 
 
 def _stack(table: dict[str, Any], name: str) -> dict[str, Any]:
     """Return the table of an encoder or decoder: the file itself, or a table in it."""
-    inner = table.get(_rules(str(table.get("model_type"))).get("tables", {}).get(name, name))
-    return {**table, **inner} if isinstance(inner, dict) else table
+    path = _rules(str(table.get("model_type"))).get("tables", {}).get(name, name)
+    for step in path.split("."):
+        table = {**table, **inner} if isinstance(inner := table.get(step), dict) else table
+    return table
 
 
 def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[str, Any], str]:
@@ -170,9 +183,7 @@ def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[
             return _stack(table, "decoder"), kind
         if not is_pair:
             raise InputError(f"a decoder of {kind} without its encoder is not covered: say is_encoder_decoder = true")
-        _check_class(
-            table, ("ForConditionalGeneration", "MTModel", "WithLMHeadModel", "EncoderDecoderModel"), "encoder-decoder"
-        )
+        _check_class(table, _PAIRS, "encoder-decoder")
         return _stack(table, "decoder"), kind
     if is_pair:
         part = data["uncovered"].get(kind, "cross attention")
@@ -210,7 +221,7 @@ def _check_class(table: dict[str, Any], heads: tuple[str, ...], kinds: str) -> N
     if names is not None and not isinstance(names, list):
         raise InputError(f"architectures must be a list of names, got {show(names)}")
     if names is not None and not any(str(architecture).endswith(heads) for architecture in names):
-        shown = heads[-1] if "ForMaskedLM" in heads else heads[0]
+        shown = heads[-1] if "ForMaskedLM" in heads else " or ...".join(heads[:2])
         raise InputError(f"architectures = {show(names)} names no {kinds} (...{shown})")
 
 

@@ -79,7 +79,7 @@ def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, patch: 
     if not is_clip:
         beside += _pooling_head(config, sizes)
     kind, tokens = table["model_type"], patches
-    if kind in ("gemma3", "shieldgemma2"):
+    if kind in ("gemma3", "shieldgemma2", "t5gemma2"):
         tokens = _count(table, "mm_tokens_per_image", 256)
         return Around(numbers, positions, tokens, ((hidden, text),), beside + hidden)
     if kind in ("modernvbert", "ultravbert"):  # the projector reads squares of patches

@@ -318,6 +318,8 @@ class ModelSpec:
     linear_attention: LinearAttention | None = None
     encoder: Encoder | None = None  # of images, or of what a decoder attends to, in front of the first layer
     cross_attention: bool = False  # every layer attends to what the encoder makes, or those that a pattern says
+    # Cross attention is part of each layer's attention, with its matrices and in one softmax (T5Gemma 2).
+    merged_attention: bool = False
     additions: tuple[Addition, ...] = ()
     left_out: str = ""  # what of its config.json these sizes do not hold, such as vision_config
     aliases: tuple[str, ...] = ()  # other names under which published tables list it
@@ -381,15 +383,20 @@ class ModelSpec:
     def _check_cross_attention(self) -> None:
         encoder = self.encoder
         if self.cross_attention:
-            has_pattern = self.layer_pattern is not None and "X" not in self.layer_pattern
-            if encoder is None or has_pattern or self.mla is not None or self.num_mtp_layers:
+            is_elsewhere = self.layer_pattern is not None and ("X" in self.layer_pattern) == self.merged_attention
+            if encoder is None or is_elsewhere or self.mla is not None or self.num_mtp_layers:
                 raise InputError(
-                    "cross_attention needs an encoder table, no mla or num_mtp_layers, and X in a layer_pattern"
+                    "cross_attention needs an encoder table, no mla or num_mtp_layers, and X in a layer_pattern, or "
+                    "merged_attention and no X"
                 )
-            if self.qk_norm != "none" or self.attention_output_gate:
-                raise InputError("cross_attention goes with neither qk_norm nor attention_output_gate")
+            if (self.qk_norm != "none" and not self.merged_attention) or self.attention_output_gate:
+                raise InputError(
+                    "cross_attention goes with neither attention_output_gate nor, unless merged_attention, qk_norm"
+                )
             if encoder.image_tokens:
                 raise InputError("encoder.image_tokens must be 0 with cross_attention: no token of the decoder is its")
+        elif self.merged_attention:
+            raise InputError("merged_attention needs cross_attention")
         elif encoder is not None and not (encoder.patches and encoder.image_tokens):
             raise InputError("encoder.patches and encoder.image_tokens may be 0 with cross_attention only")
 
@@ -465,6 +472,10 @@ class ModelSpec:
         """Width of a value head."""
         return self.mla.v_head_dim if self.mla else self.value_head_dim or self.qk_head_dim
 
+    def reads_encoder(self, block: Block) -> bool:
+        """Return whether a block attends to what the encoder makes."""
+        return block is Block.CROSS_ATTENTION or (self.merged_attention and block in ATTENTION_BLOCKS)
+
     def attending(self, block: Block) -> ModelSpec:
         """Return the model with the sizes of attention that it has in a block."""
         return _windowed(self) if self.window_attention and block is Block.WINDOW_ATTENTION else self
@@ -516,7 +527,7 @@ def _windowed(model: ModelSpec) -> ModelSpec:
 def _layers(model: ModelSpec) -> tuple[tuple[Block, ...], ...]:
     if model.layer_pattern is not None:
         return tuple((PATTERN_SYMBOLS[symbol],) for symbol in model.layer_pattern)
-    cross = (Block.CROSS_ATTENTION,) if model.cross_attention else ()
+    cross = (Block.CROSS_ATTENTION,) if model.cross_attention and not model.merged_attention else ()
     return tuple((_attention_of(model, at), *cross, _ffn_of(model, at)) for at in range(model.num_layers))
 
 

@@ -193,7 +193,7 @@ def _of_block(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
     yield from adapter_collectives(problem, batch, shape)
     if block in ATTENTION_BLOCKS:
         yield from context_parallel(problem, batch)
-    if block is Block.CROSS_ATTENTION:
+    if problem.model.reads_encoder(block):
         yield encoder_gradient(problem, batch)
     if block is Block.MOE:
         yield from expert_parallel(problem, batch)

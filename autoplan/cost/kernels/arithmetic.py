@@ -104,17 +104,23 @@ def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool =
     return total
 
 
+def encoder_positions(model: ModelSpec, block: Block, seq_len: Floats | float) -> Floats | float:
+    """Number of encoder positions that a query of a block attends to."""
+    return model.encoder.patches or seq_len if model.encoder and model.reads_encoder(block) else 0.0
+
+
 def attention_context(model: ModelSpec, block: Block, seq_len: Floats | float) -> Floats | float:
     """Mean number of positions that a query attends to, with or without a causal mask (`modelling` A2)."""
-    if block is Block.CROSS_ATTENTION and model.encoder:
-        return model.encoder.patches or seq_len
+    encoded = encoder_positions(model, block, seq_len)
+    if block is Block.CROSS_ATTENTION:
+        return encoded
     is_windowed = block is Block.WINDOW_ATTENTION and model.window
     if model.bidirectional:
         return np.minimum(model.window, seq_len) if is_windowed and model.window else seq_len
     if is_windowed and model.window:
         width = np.minimum(model.window, seq_len)
-        return width - width**2 / (2 * seq_len)
-    return seq_len / 2
+        return encoded + width - width**2 / (2 * seq_len)
+    return encoded + seq_len / 2
 
 
 def model_flops_per_token(

@@ -11,6 +11,7 @@ from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.kernels.arithmetic import (
     DELTA_CHUNK_TOKENS,
     attention_context,
+    encoder_positions,
     linear_attention_flops_per_token,
     mamba_scan_flops_per_token,
 )
@@ -113,9 +114,10 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         """Time of the products for scores and outputs."""
         context = attention_context(model, attending, seen_len)
         # Number of positions that the last query of a sequence attends to.
-        row_len: Floats | float = context if attending is Block.CROSS_ATTENTION else seen_len
+        row_len: Floats | float = 0.0 if attending is Block.CROSS_ATTENTION else seen_len
         if attending is Block.WINDOW_ATTENTION and model.window:
             row_len = np.minimum(np.float64(model.window), seen_len)
+        row_len = row_len + encoder_positions(model, attending, seen_len)
         slowdown = curve.slowdown(row_len, blocks_per_unit, head_dim)
         return per_context_s * context * slowdown
 
@@ -125,7 +127,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         visited = np.where(_narrows_attention(problem, batch), square_s(Block.ATTENTION), forward)
     start_s = factor * eight_bits * curve.start_s
     reference = Pass(forward + start_s, visited * 2.5 / backward_share + start_s)
-    if problem.timings.is_empty or model.bidirectional or block is Block.CROSS_ATTENTION:  # tables are of causal ones
+    if problem.timings.is_empty or model.bidirectional or model.reads_encoder(block):  # tables are of causal ones
         return reference
     return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
 
@@ -163,9 +165,8 @@ def _unfused_s(problem: Problem, batch: PlanBatch, block: Block, factor: Floats)
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     # The whole square, as an unfused softmax masks positions instead of skipping them.
     seen_len: Floats | float = attended_len(training, batch.micro_batch)
-    if block is Block.CROSS_ATTENTION:
-        seen_len = attention_context(model, block, seen_len)
-    scores = tokens * heads * seen_len
+    own_len = 0.0 if block is Block.CROSS_ATTENTION else seen_len
+    scores = tokens * heads * (own_len + encoder_positions(model, block, seen_len))
     rate = wide_peak(problem) * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
     # The head dimension is summed over for the scores, and is the width of the outputs.
     narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)

@@ -48,6 +48,7 @@ def _attention(model: ModelSpec) -> BlockShape:
                 grouped_out_size=kv,
                 num_groups=model.kv_heads,
             ),
+            *((replace(_encoder_kv(model), is_shared=True),) if model.merged_attention else ()),
             Linear("out", heads * model.v_head_dim, hidden, "row", has_bias=model.attention_output_bias),
         ),
         num_norm_parameters=_block_norms(model) + norms,
@@ -59,22 +60,27 @@ def _attention(model: ModelSpec) -> BlockShape:
 
 def _cross_attention(model: ModelSpec) -> BlockShape:
     """Queries from the decoder's tokens, keys and values from the encoder's output, which the block does not norm."""
-    hidden, width, kv = model.hidden_size, model.num_heads * model.qk_head_dim, 2 * model.kv_heads * model.qk_head_dim
-    assert model.encoder is not None
-    encoded = model.encoder.output_size
+    hidden, width = model.hidden_size, model.num_heads * model.qk_head_dim
     return BlockShape(
         linears=(
             Linear("q", hidden, width, "column", has_bias=model.qkv_bias),
-            Linear(
-                *("kv", encoded, kv, "column"),
-                has_bias=model.qkv_bias,
-                grouped_out_size=kv,
-                num_groups=model.kv_heads,
-                reads_encoder=True,
-            ),
+            _encoder_kv(model),
             Linear("out", width, hidden, "row", has_bias=model.attention_output_bias),
         ),
         num_norm_parameters=_block_norms(model),
+    )
+
+
+def _encoder_kv(model: ModelSpec) -> Linear:
+    """Keys and values of the encoder's output."""
+    kv = 2 * model.kv_heads * model.qk_head_dim
+    assert model.encoder is not None
+    return Linear(
+        *("kv", model.encoder.output_size, kv, "column"),
+        has_bias=model.qkv_bias,
+        grouped_out_size=kv,
+        num_groups=model.kv_heads,
+        reads_encoder=True,
     )
 
 

@@ -32,6 +32,7 @@ class Linear:
     weight_bytes: float | None = None  # of a quantised frozen weight
     saves_input: bool = False  # the inputs are kept although no gradient needs them
     reads_encoder: bool = False  # multiplies encoder positions instead of decoder tokens
+    is_shared: bool = False  # its weights are part of another matrix of the block
     adapts: str = ""  # for an adapter, the name of the frozen matrix that it adapts
 
     @property
@@ -46,8 +47,8 @@ class Linear:
 
     @property
     def num_parameters(self) -> int:
-        """Number of parameters in all copies, with biases."""
-        return self.copies * (self.in_size + self.has_bias) * self.out_size
+        """Number of parameters in all copies, with biases; 0 if shared."""
+        return 0 if self.is_shared else self.copies * (self.in_size + self.has_bias) * self.out_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

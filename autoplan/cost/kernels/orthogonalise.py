@@ -27,7 +27,7 @@ def orthogonalise_s(problem: Problem, batch: PlanBatch, num_parameters: Floats) 
     for layer in model.layers:
         for block in layer:
             for linear in shapes[block].linears:
-                if linear.is_frozen:
+                if linear.is_frozen or linear.is_shared:
                     continue
                 inputs, outputs = local_sizes(linear, batch)
                 short, long = np.minimum(inputs, outputs), np.maximum(inputs, outputs)

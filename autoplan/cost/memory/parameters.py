@@ -38,7 +38,7 @@ def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = Fal
         dense = shape.num_magnitudes / batch.tp + (0.0 if trained else dense)
     expert = np.zeros(len(batch))
     for linear in shape.linears:
-        if trained and linear.is_frozen:
+        if linear.is_shared or (trained and linear.is_frozen):
             continue
         inputs, outputs = local_sizes(linear, batch)
         elements = (inputs + linear.has_bias) * outputs

@@ -219,9 +219,11 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         problem.training.element_bytes,
     )
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
-    keys_per_query, seen_len = 1.0 * np.ones(len(batch)), training.seq_len
-    if block is Block.CROSS_ATTENTION:
-        keys_per_query, seen_len = encoder_tokens(problem, batch) / tokens, problem.encoder_len
+    is_own = block is not Block.CROSS_ATTENTION
+    keys_per_query, seen_len = is_own * np.ones(len(batch)), is_own * training.seq_len
+    if model.reads_encoder(block):
+        keys_per_query = keys_per_query + encoder_tokens(problem, batch) / tokens
+        seen_len += problem.encoder_len
     parts: Parts = {}
     if mla := model.mla:
         latents = element * (2.0 * (mla.q_lora_rank or 0) + 2.0 * mla.kv_lora_rank + mla.qk_rope_head_dim)
@@ -241,7 +243,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         is_eager = framework.memory.fsdp2_states or eager_norm_bytes(problem) > 0
         if is_eager and model.qk_norm != "none":
             always_kept = always_kept + (element + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (
-                heads + kv_heads
+                heads + keys_per_query * kv_heads
             )
     if model.attention_output_gate:
         always_kept = always_kept + 2.0 * element * tokens * model.qk_head_dim * heads  # the gate and the gated output
