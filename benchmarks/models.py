@@ -60,10 +60,15 @@ class Row:
 
     kind: str
     refusal: str = ""
-    left_out: str = ""  # what is not planned for, and so not counted
+    left_out: str = ""  # what is not priced, and unless by its weights not counted
     parameters: int = 0  # of transformers' model
     excess: float = 0.0  # of ours over them, as a share
     operations: float | None = None  # excess of ours over those that torch counts; None: not counted
+
+    @property
+    def is_in_part(self) -> bool:
+        """Return whether weights of what is not priced are not counted."""
+        return bool(self.left_out) and abs(self.excess) > CLOSE
 
     @property
     def differs(self) -> bool:
@@ -161,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _described(name: str, compared: list[Row]) -> list[str]:
     """Lines that say what became of the types with a class called `name`."""
     read = [row for row in compared if not row.refusal]
-    in_part, wrong = [row for row in read if row.left_out], [row for row in read if row.differs]
+    in_part, wrong = [row for row in read if row.is_in_part], [row for row in read if row.differs]
     counted = [row for row in read if row.operations is not None]
     otherwise = [row for row in counted if row.works_otherwise]
     return [
@@ -178,8 +183,9 @@ def _described(name: str, compared: list[Row]) -> list[str]:
         ),
         *(f"differs  {row.kind}: {row.excess:+.2%} of {row.parameters:,}" for row in wrong),
         *(f"differs  {row.kind}: {row.operations:+.2%} of its operations" for row in otherwise),
-        "read     " + " ".join(row.kind for row in read if not row.left_out),
+        "read     " + " ".join(row.kind for row in read if not row.is_in_part),
         *(f"in part  {row.kind} without {row.left_out}: {row.excess:+.2%} of {row.parameters:,}" for row in in_part),
+        *(f"unpriced {row.kind}: {row.left_out}" for row in read if row.left_out and not row.is_in_part),
         *(f"refused  {row.refusal}" for row in compared if row.refusal),
     ]
 

@@ -91,7 +91,7 @@ def test_a_published_config_has_the_parameters_of_its_checkpoint(flan: ModelSpec
 KINDS = (
     *("bart", "mbart", "plbart", "mvp", "blenderbot", "blenderbot-small", "pegasus", "marian", "m2m_100", "fsmt"),
     *("t5", "mt5", "umt5", "t5gemma", "whisper", "bigbird_pegasus", "led", "longt5", "pegasus_x"),
-    *("seamless_m4t", "seamless_m4t_v2", "t5gemma2"),
+    *("seamless_m4t", "seamless_m4t_v2", "t5gemma2", "florence2"),
     *(
         "switch_transformers",
         "nllb-moe",
@@ -115,9 +115,9 @@ def _built(kind: str, sizes: dict[str, Any]) -> tuple[Any, ModelSpec]:
 
     config = transformers.AutoConfig.for_model(kind, attn_implementation="eager", **sizes)
     config.decoder_start_token_id = 0
-    names = dict.fromkeys(("vision-encoder-decoder", "pix2struct", "pp_formulanet", "udop"), "ImageTextToText") | {
-        "whisper": "SpeechSeq2Seq"
-    }
+    names = dict.fromkeys(
+        ("vision-encoder-decoder", "pix2struct", "pp_formulanet", "udop", "florence2"), "ImageTextToText"
+    ) | {"whisper": "SpeechSeq2Seq"}
     auto = getattr(transformers, f"AutoModelFor{names.get(kind, 'Seq2SeqLM')}")
     spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), kind)
     return auto.from_config(config), spec

@@ -439,7 +439,7 @@ ROUNDED: list[tuple[str, dict[str, Any]]] = [
 # no class that heads them for causal language modelling alone.
 NOT_BUILT = {
     *("fsmt", "m2m_100", "mt5", "t5", "t5gemma", "umt5", "whisper", "led", "longt5", "pegasus_x", "mimo"),
-    *("seamless_m4t", "seamless_m4t_v2", "t5gemma2"),
+    *("seamless_m4t", "seamless_m4t_v2", "t5gemma2", "florence2"),
     *(
         "switch_transformers",
         "nllb-moe",

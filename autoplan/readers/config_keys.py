@@ -86,7 +86,7 @@ class Keys:
                 return ABSENT
             if step == "#" and isinstance(value, list):
                 return len(value)
-            if step.isdigit():
+            if step.isdigit() and not isinstance(value, dict):
                 value = value[int(step)] if isinstance(value, list) and int(step) < len(value) else ABSENT
                 continue
             if not isinstance(value, dict):

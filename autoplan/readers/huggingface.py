@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from typing import Any
@@ -38,12 +39,15 @@ def read_huggingface(table: dict[str, Any], name: str) -> ModelSpec:
     except InputError as error:
         raise InputError(f"{name}: {error}") from None
     read = [*_ENCODERS, "patch_size"] if encoder is not None or _is_text_alone(table) else []
-    if around := key_table()["outer"].get(table.get("model_type")):
-        keys = Keys(config={**table, "text_hidden": fields["hidden_size"]}, kind=kind, rules={})
-        ends = {"block": "ends", "num_parameters": keys.number(around["parameters"])}
-        fields["additions"], read = [*fields.get("additions", ()), ends], around["reads"]
+    if outer := key_table()["outer"].get(table.get("model_type")):
+        keys = Keys(config={**table, "text_hidden": fields["hidden_size"]}, kind=kind, rules=outer)
+        with contextlib.suppress(InputError):  # other sizes: only the text model is read then
+            _check_only(keys)
+            ends = {"block": "ends", "num_parameters": keys.number(outer["parameters"])}
+            fields["additions"], read = [*fields.get("additions", ()), ends], outer["reads"]
+            fields["left_out"] = outer.get("left_out", "")
     unread = [key for key in key_table()["encoders"] if table.get(key) and key not in read]
-    fields["left_out"] = " and ".join(unread)
+    fields["left_out"] = " and ".join(unread) or fields.get("left_out", "")
     if encoder is not None:
         fields["encoder"] = encoder
     return decode(ModelSpec, {"name": name, **fields, "sources": [f"Hugging Face config.json, {kind}"]}, name)

@@ -230,7 +230,7 @@ class Encoder:
     def __post_init__(self) -> None:
         check_count("encoder.patches", self.patches, at_least=0, at_most=MAX_SIZE)
         check_count("encoder.image_tokens", self.image_tokens, at_least=0, at_most=MAX_SIZE)
-        check_count("encoder.num_other_parameters", self.num_other_parameters, at_least=0)
+        check_count("encoder.num_other_parameters", self.num_other_parameters, at_least=0, at_most=10**13)
         check_count("encoder.images", self.images, at_most=10**5)
         for at, sizes in enumerate(self.projector):
             for size in sizes:
