@@ -98,7 +98,9 @@ def test_dropout_is_that_of_scores_or_hidden_states() -> None:
     ("options", "unread"),
     [
         ("--lr 1e-4 --save here --train-iters 7", set()),
-        ("--a-new-option 3 --another", {"--a-new-option", "--another"}),
+        ("--a-new-option 3 --another", {"--a-new-option", "--another", "--attention-backend"}),
+        ("--a-new-option 3 --use-flash-attn", {"--a-new-option"}),
+        ("--num-experts 8 --moe-permute-fusion", {"moe_grouped_gemm"}),
         ("--cp-comm-type allgather --context-parallel-size 2", {"--cp-comm-type"}),
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 4",
@@ -139,7 +141,9 @@ def test_what_is_missing_is_said_in_one_line(text: str, given_: dict[str, Any], 
     assert "\n" not in str(error.value)
 
 
-EXPERTS = " --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
+EXPERTS = (
+    " --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion"
+)
 CAPACITY = "--moe-expert-capacity-factor"
 
 
@@ -480,6 +484,9 @@ def test_scripts_of_megatron_deepspeed_are_its_own() -> None:
     assert launch.framework == "megatron-deepspeed"
     assert (launch.plan.sharding, launch.plan.recompute, launch.plan.num_devices) == ("zero2", "full", 16)
     assert "--deepspeed_config" in matters(launch)
+    assert launch.training.attention == "unfused"  # its own, unless an option takes a flash kernel
+    flash = WITH_DEEPSPEED.replace("--bf16", "--bf16 --use-flash-attn-v2")
+    assert megatron_lm.READER.read(flash, LaunchContext()).training.attention == "flash"
     ulysses = WITH_DEEPSPEED.replace("--zero-stage=2", "--zero-stage=3 --ds-sequence-parallel-size 4")
     plan = megatron_lm.READER.read(ulysses, LaunchContext()).plan
     assert (plan.cp, plan.cp_kind, plan.dp, plan.sharding) == (4, "all_to_all", 4, "zero3")

@@ -16,6 +16,7 @@ from pathlib import Path, PurePath
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
+from autoplan.frameworks.common.launch import Unread
 from autoplan.frameworks.common.shell_tokens import ASSIGNMENT, MAX_DEPTH, NAME, Token, tokens_of
 from autoplan.frameworks.common.shell_words import MAX_CHARACTERS, Value, Variables, is_number, is_open
 
@@ -55,6 +56,14 @@ class Script:
     variables: dict[str, Value] = field(default_factory=dict)
     open: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+
+    def unread(self) -> list[Unread]:
+        """Return the conditions and files that were not read."""
+        why = "not found beside this file: pass --set NAME=VALUE for what it sets"
+        return [
+            *(Unread(option=item, value="", why="only known in a running shell", matters=False) for item in self.open),
+            *(Unread(option=f"source {file}", value="", why=why) for file in self.missing),
+        ]
 
 
 def read_script(text: str, fixed: Sequence[tuple[str, str]] = (), folder: Path | None = None) -> Script:

@@ -318,6 +318,8 @@ def _chooses_one(file: PlanFile) -> bool:
     return file.model.moe is not None and file.model.moe.experts_per_token == 1
 
 
+GROUPED = Assumed("moe_grouped_gemm", (True,), "priced with grouped products of the experts", True, is_switch=True)
+FUSED_PERMUTE = Assumed("moe_permute_fusion", (True,), "priced with a fused permutation", True, is_switch=True)
 # fmt: off
 EXPERTS: tuple[Line, ...] = (
     (
@@ -331,10 +333,7 @@ EXPERTS: tuple[Line, ...] = (
         switch("moe_shared_expert_gate", "model.moe.shared_expert_gate", when=_has_shared_expert),
     ),
     (optional_count("moe_latent_size", "model.moe.latent_size"),),
-    (
-        Assumed("moe_grouped_gemm", (True,), "priced with grouped products of the experts", True, is_switch=True),
-        Assumed("moe_permute_fusion", (True,), "priced with a fused permutation", True, is_switch=True),
-    ),
+    (GROUPED, FUSED_PERMUTE),
     (Constant("moe_router_load_balancing_type", "aux_loss"), Constant("moe_aux_loss_coeff", "1e-2")),
     (
         Constant("moe_router_dtype", "fp32"),

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
-from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
+from autoplan.frameworks.common.options import NOT_KNOWN, Argument, Options, Unknown, typed
 from autoplan.frameworks.common.shell import Command, Script, read_script
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.megatron_lm import with_slime
 from autoplan.frameworks.megatron_lm.launch import launch_of
+from autoplan.frameworks.megatron_lm.model_options import FUSED_PERMUTE, GROUPED
 from autoplan.frameworks.megatron_lm.options import SWITCHES
 from autoplan.frameworks.megatron_lm.table import argument_of
 from autoplan.frameworks.megatron_lm.with_deepspeed import FRAMEWORK, is_with_deepspeed, translate
@@ -23,6 +24,7 @@ ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "flagsc
 # Options that identify a launch of another program with Megatron-LM's options, and programs that train no decoder.
 _DEGREES = re.compile(r"(?<![\w-])--(tensor-model-parallel-size|pipeline-model-parallel-size)\b")
 _LENGTHS = re.compile(r"(?<![\w-])--(train-iters|train-samples|global-batch-size)\b")
+_KERNELS = ("attention_backend", "use_flash_attn", "transformer_impl")  # options that name the kernel of attention
 MAX_NAMED = 6  # variables in a message
 _OTHER_NAMES = (".py", ".json", ".yaml", ".yml", ".toml", ".md")
 _NOT_DECODERS = re.compile(
@@ -55,16 +57,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     else:
         before, words = (), tuple(word for command in script.commands for word in command.words)
     arguments = Options(given_arguments(words), way_out="pass --model")
-    arguments.remarks += (
-        Unread(option=condition, value="", why="only known in a running shell", matters=False)
-        for condition in script.open
-    )
-    arguments.remarks += (
-        Unread(
-            option=f"source {file}", value="", why="not found beside this file: pass --set NAME=VALUE for what it sets"
-        )
-        for file in script.missing
-    )
+    arguments.remarks += script.unread()
     if program is not None:
         arguments.is_partial = True
         arguments.remarks.append(Unread(option=program, value="", why="another program: read as pretrain_gpt.py"))
@@ -75,10 +68,18 @@ def read(text: str, context: LaunchContext) -> Launch:
     devices = num_devices(before, script, text)
     if is_with_slime(arguments):
         devices = with_slime.translate(arguments) or devices
+    for row in (GROUPED, FUSED_PERMUTE):
+        if arguments.has("num_experts") and not arguments.has(row.key):
+            arguments.remark(row.key, row.why, default="off")
     try:
-        return launch_of(arguments, context, target=target, framework=framework, num_devices=devices)
+        launch = launch_of(arguments, context, target=target, framework=framework, num_devices=devices)
     except InputError as error:
         raise InputError(f"{error}{_left_open(script)}") from None
+    is_other_version = any(item.why == NOT_KNOWN and item.option[:2] == "--" for item in launch.unread)
+    if not is_other_version or any(map(arguments.has, _KERNELS)):
+        return launch
+    why = "flash is priced; a version whose layers are local by default keeps its scores"
+    return replace(launch, unread=(Unread(option="--attention-backend", value="not given", why=why), *launch.unread))
 
 
 def _left_open(script: Script) -> str:

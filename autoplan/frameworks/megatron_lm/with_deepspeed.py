@@ -13,6 +13,7 @@ from autoplan.spec.enums import Sharding
 FRAMEWORK = "megatron-deepspeed"
 _TELLING = ("deepspeed", "deepspeed_config", "zero_stage", "ds_sequence_parallel_size")
 _STAGES = (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
+_FLASH = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder")
 _COSTLESS = (
     *("deepspeed_activation_checkpointing", "expert_interval", "checkpoint_num_layers", "force_ds_sequence_parallel"),
 )
@@ -35,6 +36,10 @@ def translate(arguments: Options, *, has_model: bool) -> None:
         strategy = next(word for word, kind in STRATEGIES.items() if kind == sharding)
         means("use_megatron_fsdp", True)
         means("data_parallel_sharding_strategy", strategy)
+    # Attention is its own (megatron/model/transformer.py) unless an option takes a flash kernel.
+    means("transformer_impl", "local")
+    for kernel in [key for key in _FLASH if arguments.flag(key)]:
+        _means(arguments, kernel)("use_flash_attn", True)
     for overlap in ("overlap_grad_reduce", "overlap_param_gather"):  # only stage 3 gathers and reduces ahead
         means(overlap, sharding == Sharding.ZERO3)
     if arguments.flag("checkpoint_activations"):
