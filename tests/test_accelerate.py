@@ -390,6 +390,11 @@ def test_a_config_of_copies_asks_whether_the_program_recomputes() -> None:
     assert "--set GRADIENT_CHECKPOINTING=true" in asked.why
 
 
+def test_a_config_that_is_silent_of_recomputation_asks_too() -> None:
+    given_ = LaunchContext(model=LLAMA_8B, seq_len=4096, variables=BATCH[:2])
+    assert [item.option for item in read(FSDP_CONFIG, given_).unread] == ["gradient_checkpointing"]
+
+
 def test_copies_that_recompute_leave_it_to_the_program() -> None:
     job = job_of(fsdp(dp_shard=8, sharding="none", recompute="full"), "accelerate")
     assert job.replaceable is not None
@@ -425,6 +430,17 @@ fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: true}
 mixed_precision: bf16
 num_processes: 8
 """
+
+
+def test_a_program_of_llama_factory_has_its_adapters_and_recomputes(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
+    (tmp_path / "lora.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen2.5-7B\nstage: sft\nfinetuning_type: lora\nlora_target: all\nbf16: true\n"
+        "quantization_bit: 4\ncutoff_len: 1024\nper_device_train_batch_size: 2\n"
+    )
+    launch = read("accelerate launch --config_file fsdp.yaml src/train.py lora.yaml", LaunchContext(folder=tmp_path))
+    assert launch.training.finetuning is not None
+    assert (launch.training.finetuning.quantization, launch.plan.recompute) == ("nf4-dq", "full")
 
 
 def test_what_the_program_is_told_is_not_asked_for(tmp_path: Path) -> None:

@@ -236,14 +236,23 @@ def test_commands_of_trl_are_read_with_its_defaults(command: str) -> None:
 
 
 def test_what_trl_holds_otherwise_is_listed() -> None:
-    script = "trl sft --model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --packing --fsdp {}"
+    script = "trl sft --model_name_or_path Qwen/Qwen3-8B --per_device_train_batch_size 1 --packing --fsdp --bf16 {}"
 
     def listed(more: str) -> set[str]:
         return matters(read(script.format(more), LaunchContext(num_devices=8)))
 
-    assert listed("--loss_type chunked_nll --dtype bfloat16") == {"--loss_type"}
-    assert listed("--loss_type nll --dtype float32 --attn_implementation sdpa") == set()
-    assert listed("--use_peft --dtype bfloat16") == set()
+    kept = "--gradient_checkpointing false"
+    assert listed(f"--loss_type chunked_nll --dtype bfloat16 {kept}") == {"--loss_type"}
+    assert listed(f"--loss_type nll --dtype float32 --attn_implementation sdpa {kept}") == set()
+    assert listed("--use_peft --dtype bfloat16") == {"gradient_checkpointing"}  # off in older and other programs
+
+
+def test_a_script_that_sources_another_that_is_missing_says_so() -> None:
+    script = (
+        "source settings.env\ntorchrun --nproc_per_node 8 train.py --model_name_or_path Qwen/Qwen3-8B --bf16 "
+        "--max_length 2048 --per_device_train_batch_size 1 --fsdp full_shard\n"
+    )
+    assert "source settings.env" in matters(read(script, LaunchContext()))
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.launch_files import read_launch
 from autoplan.frameworks.llama_factory.read import read, recognises
 from autoplan.launch.targets import exported
+from autoplan.readers.model import load_model
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Lengths
 from autoplan.spec.plan_file import PlanFile
@@ -118,6 +119,12 @@ def test_what_is_not_priced_is_listed_or_refused() -> None:
     ):
         with pytest.raises(InputError, match=says):
             of((old, new))
+
+
+def test_weights_that_are_quantised_before_training_are_listed() -> None:
+    text = LORA.replace("Qwen/Qwen3-8B", "some/Qwen3-8B-AWQ")
+    launch = read(text, LaunchContext(num_devices=8, model=load_model("qwen3-8b")))
+    assert "model_name_or_path" in matters(launch)
 
 
 def test_words_of_the_command_are_read() -> None:

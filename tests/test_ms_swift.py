@@ -79,6 +79,9 @@ def test_a_script_of_the_trainer_is_read() -> None:
     offloaded = read(TRAINER.format("--deepspeed zero3_offload --gradient_accumulation_steps 4"), LaunchContext())
     assert (offloaded.plan.sharding, offloaded.plan.offload) == ("zero3", "parameters")
     assert offloaded.plan.global_batch == 2 * 4 * 4
+    assert not offloaded.plan.grad_reduce_overlap  # overlap_comm of all files in swift/config
+    halves = TRAINER.replace("NPROC_PER_NODE=4", "NPROC_PER_NODE=2").format("--deepspeed zero2")
+    assert "CUDA_VISIBLE_DEVICES" in matters(read(halves, LaunchContext())) - matters(launch)
 
 
 def test_adapters_are_the_trainers_default() -> None:

@@ -39,6 +39,7 @@ from autoplan.frameworks.hf_trainer.launch import Program, held_types, known_mod
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS, HELD_KEYS, read_optimizer
 from autoplan.frameworks.hf_trainer.read import program_called
 from autoplan.frameworks.hf_trainer.script import has_batch, of_script, program_options
+from autoplan.frameworks.llama_factory.read import program_of as llama_factory
 from autoplan.spec.enums import Precision, Recompute, Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -110,8 +111,8 @@ def _with_torch(
     if _CHECKPOINTING in program:
         if program[_CHECKPOINTING].casefold() in ("true", "", "1"):  # of the Trainer
             states = states | {"recompute": Recompute.FULL}
-    elif is_table and kind != "FSDP":
-        why = f"without FSDP it is the program's: pass --set {_CHECKPOINTING}=true if it recomputes"
+    elif is_table and not options.inside("fsdp_config").has(RECOMPUTE.key):
+        why = f"the program may turn it on: pass --set {_CHECKPOINTING}=true if it recomputes"
         options.remarks.append(Unread(option=_CHECKPOINTING.lower(), value="", why=why))
     micro, steps = (_batch_count(program, name) for name in _BATCH)
     plan = ParallelPlan.derived(
@@ -275,13 +276,14 @@ def _options_beside(context: LaunchContext) -> Options | None:
 
 def _of_script(text: str, context: LaunchContext) -> _Started:
     """Parse the accelerate command of a script."""
-    commands = read_script(text, context.variables, context.folder).commands
-    words = next((item.words for item in commands if _LAUNCH.search(" ".join(item.words))), None)
+    script = read_script(text, context.variables, context.folder)
+    words = next((item.words for item in script.commands if _LAUNCH.search(" ".join(item.words))), None)
     if words is None or "launch" not in words:
         raise InputError("no command is accelerate launch")
     words = words[words.index("launch") + 1 :]
     at = next((at for at, word in enumerate(words) if word.endswith(".py") or word == "$TRAIN_SCRIPT"), len(words))
     arguments = program_options(words[at + 1 :], context)
+    arguments.remarks += script.unread()
     name = words[at].rpartition("/")[2] if at < len(words) else ""
     options = _options(words[:at])
     table: dict[str, Any] = {"fsdp_config": {}, "parallelism_config": {}, "deepspeed_config": {}}
@@ -306,7 +308,9 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
             section = "deepspeed"
         place = table.setdefault(f"{section}_config", {}) if section else table
         place[option] = {"true": True, "false": False}.get(value.lower(), typed(value))
-    return _Started(table=table, arguments=arguments, program=program_called(name or "$PROGRAM", arguments))
+    is_llama_factory = arguments.has("finetuning_type")
+    program = llama_factory(arguments) if is_llama_factory else program_called(name or "$PROGRAM", arguments)
+    return _Started(table=table, arguments=arguments, program=program)
 
 
 def _config_beside(file: str, folder: Path | None) -> dict[str, Any]:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ from autoplan.spec.training import TrainingSpec
 AUTO = "auto"
 _SHARDED = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "no_shard": "NO_SHARD"}
 _HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+_NARROW = re.compile(r"(?<![a-z])(awq|gptq|aqlm|bnb|hqq|int[48]|[48]bit)(?![a-z])", re.IGNORECASE)  # in names of models
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +98,9 @@ def known_model(options: Options, key: str, context: LaunchContext) -> ModelSpec
     """Return the model given by the user, or the shipped model with the name in the file; None if there is neither."""
     if context.model is not None:
         if options.has(key):
-            options.remark(key, "--model wins", matters=False)
+            is_narrow = _NARROW.search(options.arguments[key].text) is not None
+            why = "its weights are quantised, which is not priced; " * is_narrow + "--model wins"
+            options.remark(key, why, matters=is_narrow)
         return context.model
     name = options.text(key)
     return find_preset(name) if name is not None else None

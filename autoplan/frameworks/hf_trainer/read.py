@@ -9,7 +9,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
-from autoplan.frameworks.hf_trainer.options import holds_bf16, is_on, plain_values
+from autoplan.frameworks.hf_trainer.options import HELD_KEYS, holds_bf16, is_on, plain_values
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.readers.preference import OF_PREFERENCES, of_trl_program
@@ -36,7 +36,9 @@ _LENGTHS = (
 )
 _PLAIN = ("block_size", "do_train")  # in programs other than TRL's
 _OTHERS = re.compile(r"^\s*(finetuning_type|cutoff_len|base_model|micro_batch_size)\s*:", re.MULTILINE)
-_OTHER_STARTERS = re.compile(r"\baccelerate\s+launch\b|\b(llamafactory-cli|swift|megatron)\s+\w+|swift/cli")
+_OTHER_STARTERS = re.compile(
+    r"\baccelerate\s+launch\b|\b(llamafactory-cli|swift|megatron)\s+\w+|swift/cli|--finetuning_type\b"
+)
 
 
 def recognises(name: str, text: str) -> bool:
@@ -98,6 +100,9 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
         options.arguments.setdefault("gradient_checkpointing", switch)
     if is_trl:
         options.defaults.setdefault("gradient_checkpointing", True)
+        for key, others in (("gradient_checkpointing", ()), ("bf16", ("fp16", *HELD_KEYS))):
+            if not any(map(options.has, (key, *others))):
+                options.remark(key, "the default of TRL from 0.20 on; other programs have others", default="True")
     raw = plain_values(options)
     finetuning = of_trl(raw, "the arguments")
     options.understood.update(key for key in OF_TRL if key in options.arguments)

@@ -56,13 +56,15 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     if words is None:
         raise InputError(f"no command of the script starts a program with {BATCH}")
     options = program_options(words, context)
-    options.remarks += (
-        Unread(option=condition, value="", why="only known in a running shell", matters=False)
-        for condition in script.open
-    )
+    devices = devices_of(before, script, text)
+    visible = str(script.variables.get("CUDA_VISIBLE_DEVICES", ""))
+    if devices and visible.count(",") >= devices:
+        why = f"{devices} processes start: layers that a program spreads over several devices each are not priced"
+        options.remarks.append(Unread(option="CUDA_VISIBLE_DEVICES", value=visible, why=why))
+    options.remarks += script.unread()
     name = before[-1].rpartition("/")[2]
     command = module[1] if (module := _MODULE.fullmatch(name)) else name
-    return options, f"{command}.py" if command in _COMMANDS else name, devices_of(before, script, text)
+    return options, f"{command}.py" if command in _COMMANDS else name, devices
 
 
 def program_options(words: Sequence[str], context: LaunchContext) -> Options:

@@ -176,6 +176,7 @@ def _with_trainer(text: str, context: LaunchContext) -> Launch:
         raise InputError("sequence_parallel_size > 1 of swift is not read: read its DeepSpeed file with --as deepspeed")
     if stage := STAGES.fullmatch(str(options.value("deepspeed"))):
         table = stage_table(int(stage[1]), offload=bool(stage[2]))
+        table["zero_optimization"]["overlap_comm"] = False  # swift/config/zero*.json
         argument = options.arguments["deepspeed"]
         options.arguments["deepspeed"] = Argument(argument.option, argument.text, "deepspeed", table)
     options.pass_over(*COSTLESS)
