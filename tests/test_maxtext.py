@@ -189,6 +189,18 @@ def test_words_of_a_command_win_over_the_file_beside_it(tmp_path: Path) -> None:
     assert (launch.plan.dp_replicate, launch.plan.dp_shard, launch.plan.micro_batch) == (16, 8, 2)
 
 
+def test_a_command_in_the_text_of_another_program_is_read() -> None:
+    script = (
+        'ARGS="model_name=llama2-7b per_device_batch_size=4 remat_policy=custom decoder_layer_input=offload"\n'
+        "queue submit --command=\"set -e && export A='b c' && python3 -m src.maxtext.trainers.{} base.yml ${{ARGS}}\"\n"
+    )
+    launch = read(script.format("pre_train.train"), LaunchContext(num_devices=8))
+    assert (launch.model.name, launch.plan.micro_batch) == ("llama2-7b", 4)
+    assert matters(launch) == {"remat_policy"}
+    with pytest.raises(InputError, match="only training on the next token is priced"):
+        read(script.format("post_train.rl.train_rl"), LaunchContext(num_devices=8))
+
+
 def test_a_file_that_is_not_at_hand_is_listed_and_no_model_is_guessed() -> None:
     script = "python3 -m maxtext.trainers.pre_train.train $CONFIGS/gpu/llama2_7b.yml ici_fsdp_parallelism=8 {}"
     with pytest.raises(InputError, match="neither model_name nor sizes of a model"):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
@@ -40,6 +41,7 @@ from autoplan.frameworks.maxtext.options import (
     STATES,
     repeated,
 )
+from autoplan.frameworks.megatron_lm.read import Entry, started
 from autoplan.readers.model import find_preset
 from autoplan.spec.enums import Precision, Recompute, Schedule, Sharding
 from autoplan.spec.model import Experts, ModelSpec
@@ -50,6 +52,8 @@ _KEY = re.compile(
     r"^(per_device_batch_size|(ici|dcn)_\w+_parallelism|max_target_length|remat_policy)\s*:", re.MULTILINE
 )
 _COMMAND = re.compile(r"\bmaxtext\b.*\btrain\w*|\bMaxText[./]\w*train\w*", re.IGNORECASE)
+_PROGRAM = re.compile(r"(\S*[./])?maxtext[./]\S*train\S*", re.IGNORECASE)
+_OTHER_LOSS = re.compile(r"(?<![a-z])(rl|grpo|distill\w*)(?![a-z])")
 _WORD = re.compile(r"([a-z]\w*)=(.*)", re.DOTALL)
 _SCRIPTS = (".sh", ".slurm", ".sbatch")
 
@@ -97,12 +101,14 @@ def _options(text: str, context: LaunchContext) -> Options:
     if not _COMMAND.search(text) or _KEY.search(text):
         return Options.of_table(_with_base(parse_yaml(text, "MaxText configuration"), context))
     script = read_script(text, context.variables, context.folder)
-    commands = [command.words for command in script.commands if _COMMAND.search(" ".join(command.words))]
-    if not commands:
+    before, words = started(script, Entry(_program_at, lambda inner: _COMMAND.search(inner) is not None), context)
+    if words is None:
         raise InputError("no command of the script starts a train program of MaxText")
+    if loss := _OTHER_LOSS.search(before[-1]):
+        raise InputError(f"{before[-1]} ({loss[0]}): only training on the next token is priced")
     arguments: list[Argument] = []
-    missing: list[Unread] = []
-    for word in commands[-1]:
+    missing = script.unread()
+    for word in words:
         if word.endswith((".yml", ".yaml")):
             if content := read_beside(word, context.folder):
                 arguments += Options.of_table(_with_base(parse_yaml(*content), context)).arguments.values()
@@ -113,6 +119,10 @@ def _options(text: str, context: LaunchContext) -> Options:
             value = parse_yaml(f"{pair[1]}: {pair[2]}", word)[pair[1]]
             arguments.append(Argument(pair[1], pair[2], pair[1], value))
     return Options(arguments, remarks=missing)
+
+
+def _program_at(words: Sequence[str]) -> int | None:
+    return next((at for at, word in enumerate(words) if _PROGRAM.fullmatch(word)), None)
 
 
 def _with_base(table: Fields, context: LaunchContext) -> Fields:
@@ -266,7 +276,7 @@ def _recompute(options: Options, model: ModelSpec) -> Fields:
     name = options.text("remat_policy", "full") or "full"
     if name == "custom":
         places = {group: {options.text(key, "remat") for key in names} for group, names in GROUPS.items()}
-        if any("offload" in words for words in places.values()):
+        if any("offload" in words for words in (*places.values(), {options.text(key) for key in OTHER_TENSORS})):
             options.remark("remat_policy", "tensors that go to the host are priced as kept on the device")
         saved = tuple(group for group, words in places.items() if "remat" not in words)
     elif name in POLICIES:
