@@ -27,7 +27,7 @@ from autoplan.spec.plan_file import PlanFile
 
 # Sections that affect neither time nor memory, or that are not part of a plan.
 ASIDE = (
-    *("hf_assets_path", "dump_folder", "profiler", "profiling", "metrics", "tokenizer", "dataloader", "optimizer"),
+    *("hf_assets_path", "dump_folder", "profiler", "profiling", "metrics", "tokenizer", "dataloader"),
     *("lr_scheduler", "checkpoint", "comm", "debug", "validator", "validation", "job", "loss", "override"),
 )
 CONVERTERS = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}  # prefixes of class names in 0.3
@@ -123,11 +123,18 @@ _ASSUMED = (
     Assumed("mixed_precision_param", ("bfloat16",), "products are priced in 16 bits"),
     Assumed("disable_cuda_graphs", (True,), "no prediction knows CUDA graphs"),
 )
+_OPTIMIZER = (
+    Assumed("name", ("Adam", "AdamW"), "priced as AdamW"),
+    Assumed("implementation", ("fused",), "one fused update is priced"),
+    Assumed("early_step_in_backward", (False,), "priced without it"),
+)
 
 
-def read_assumed(training: Options) -> None:
-    """Remark on options of the training section that plans do not have, if they differ from the assumed value."""
+def read_assumed(training: Options, optimizer: Options) -> None:
+    """Remark on options of these sections that plans do not have, if they differ from the assumed value."""
     remark_assumed(_ASSUMED, training)
+    remark_assumed(_OPTIMIZER, optimizer)
+    optimizer.pass_over(*optimizer.arguments)
     training.pass_over(
         "steps", "max_norm", "gc_freq", "gc_debug", "dataset", "dataset_path", "seq_len", "max_context_length"
     )

@@ -48,6 +48,9 @@ from autoplan.spec.training import TrainingSpec
 _TRAINS = ("torchtitan.train", "torchtitan/train.py", "plan_cfg.py")
 _ENTRIES = ("run_train.sh",)
 _OLD_FILE = "job.config_file"  # option of 0.2 with the name of the file
+# Keys that [training] and [experimental] have before 0.2.
+_RENAMED = {"batch_size": "training.local_batch_size", "compile": "compile.enable"}
+_OF_PARALLELISM = re.compile(r"(data|tensor|context|pipeline|expert)_parallel_\w+|enable_async_tensor_parallel")
 
 
 @dataclass(slots=True)
@@ -110,9 +113,23 @@ def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
 # -- version 0.2 ------------------------------------------------------------------------------------------------------
 
 
+def _moved(table: dict[str, Any]) -> dict[str, Any]:
+    """Return the table with the options of versions before 0.2 where 0.2 has them."""
+    result, moved = dict(table), {}
+    for name in ("training", "experimental"):
+        section = Options.of_table(table).inside(name).arguments
+        places = {key: f"parallelism.{key}" if _OF_PARALLELISM.fullmatch(key) else _RENAMED.get(key) for key in section}
+        moved |= {place: section[key].value for key, place in places.items() if place}
+        result[name] = {key: section[key].value for key, place in places.items() if not place}
+    return _changed(result, moved)
+
+
 def _of_toml(table: dict[str, Any]) -> Content:
+    table = _moved(table)
     model_section = Options.of_table(table).inside("model")
     family, flavor = model_section.value("name") or "llama3", model_section.value("flavor") or "debugmodel"
+    if family == "flux":
+        raise InputError("model flux makes images: only training on the next token is priced")
     converters = model_section.value("converters") or []
     content = Content(table, _of_flavor(str(family), str(flavor)), old=True)
     if content.model is None:
@@ -143,9 +160,12 @@ def _read_scaling(content: Content, table: dict[str, Any]) -> None:
     """Read the scaling granularity of 8-bit products in linear layers."""
     options = Options.of_table(table).inside("quantize").inside("linear").inside("float8")
     content.fp8_scaling = SCALING.of(options)
-    if (recipe := options.value(SCALING.key)) == "rowwise_with_gw_hp":
-        why = "weight gradients are priced in 8 bits, as those of rowwise"
-        content.unread.append(Unread(option=f"quantize.linear.float8.{SCALING.key}", value=recipe, why=why))
+    for key, other, why in (
+        (SCALING.key, "rowwise_with_gw_hp", "weight gradients are priced in 8 bits, as those of rowwise"),
+        ("enable_fsdp_float8_all_gather", True, "weights are priced as gathered in 16 bits"),
+    ):
+        if (value := options.value(key)) == other:
+            content.unread.append(Unread(option=f"quantize.linear.float8.{key}", value=show(value), why=why))
 
 
 # -- version 0.3 ------------------------------------------------------------------------------------------------------
@@ -263,7 +283,7 @@ def _of_script(text: str, context: LaunchContext) -> Content:
         _changed(content.options, options)
     if policy is not None:
         content.recompute = policy
-    content.unread += unread
+    content.unread += [*unread, *script.unread()]
     content.num_devices = _devices(before, variables)
     return content
 
@@ -401,7 +421,8 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
     if model is None:
         raise InputError("the model cannot be read from the file: pass --model")
     options = Options.of_table(content.options)
-    options.pass_over(*ASIDE, "model", "activation_checkpoint", "quantize", "experimental")
+    options.pass_over(*ASIDE, "model", "activation_checkpoint", "quantize")
+    options.inside("experimental").pass_over("custom_import", "custom_args_module")
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
     options.remarks += (item for item in content.unread if not (context.model and item.option == "model.flavor"))
     compiled = _compiled(compiling)
@@ -424,7 +445,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
         **read_fields((STATES, REDUCTION), training),
     }
     axes["offload"] = read_offload(training, (OFFLOAD.key,), axes)
-    read_assumed(training)
+    read_assumed(training, options.inside("optimizer"))
     seq_len = context.seq_len or read_sequence(training)
     return Launch(
         target="torchtitan",
