@@ -244,6 +244,7 @@ def test_the_person_wins_over_the_file() -> None:
             "model.model_config._attn_implementation",
         ),
         ({"optimizer.optimizer_factory.name": "sgd"}, "optimizer.optimizer_factory.name"),
+        ({"model.model_config.attn_pdrop": 0.1}, "model.model_config.attn_pdrop"),
     ],
 )
 def test_what_is_not_priced_is_listed(changes: dict[str, Any], option: str) -> None:

@@ -54,13 +54,17 @@ def read(text: str, context: LaunchContext) -> Launch:
     general.pass_over("project", "seed", "step", "consumed_train_samples", "benchmark_csv_path", "ignore_sanity_checks")
     run = general.value("run")
     model_options = options.inside("model")
+    config = model_options.inside("model_config")
     if context.model is None:
         name = run if isinstance(run, str) and run.strip() and run.isprintable() else "nanotron model"
-        model = _model(model_options.inside("model_config"), name)
+        model = _model(config, name)
     else:
         model = context.model
-        model_options.pass_over("model_config")
+        config.pass_over(*config.arguments)
     model_options.pass_over("init_method")
+    for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop"):
+        if config.is_other(key, 0):
+            config.remark(key, "priced without dropout")
     tokens, optimizer = options.inside("tokens"), options.inside("optimizer")
     tokens.pass_over("train_steps", "val_check_interval", "limit_val_batches", "limit_test_batches")
     _unpriced(options, model_options, optimizer)
