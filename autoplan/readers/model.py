@@ -61,7 +61,7 @@ _CACHED = re.compile(r"models--(?P<publisher>[\w.-]+?)--(?P<name>[\w.-]+)(/snaps
 
 # Suffixes of fine-tuned or repackaged models with the same architecture.
 _TUNED = re.compile(
-    r"([\s_-]*(instruct|base|chat|it|pt|hf|v0\.\d)|[\s_-](thinking|bf16|fp8|nvfp4|fp8dynamic|\d{4}|v\d\.\d))+$"
+    r"([\s_-]*(instruct|base|chat|it|pt|hf|v0\.1)|[\s_-](thinking|bf16|fp8|nvfp4|fp8dynamic|\d{4}|v[1-9]\.\d))+$"
 )
 
 
