@@ -115,7 +115,7 @@ def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
 
 def _moved(table: dict[str, Any]) -> dict[str, Any]:
     """Return the table with the options of versions before 0.2 where 0.2 has them."""
-    result, moved = dict(table), {}
+    result, moved = dict(table), dict[str, Any]()
     for name in ("training", "experimental"):
         section = Options.of_table(table).inside(name).arguments
         places = {key: f"parallelism.{key}" if _OF_PARALLELISM.fullmatch(key) else _RENAMED.get(key) for key in section}
