@@ -36,13 +36,20 @@ def simplest_first(problem: Problem, space: Space, result: SearchResult) -> Sear
         if pace(candidate) <= slowest and is_as_safe(candidate, fastest)
     ]
     simplified_plans = [simplified(problem, space, candidate, slowest) for candidate in (fastest, *near)]
-    _, simplest = min(simplified_plans, key=lambda counted: (counted[0], pace(counted[1])))
+    _, simplest = min(simplified_plans, key=lambda counted: (_parts(*counted), pace(counted[1])))
     if simplest.plan == fastest.plan:
         return result
     rivals = (simplest, *(candidate for candidate in result.rivals if candidate.plan != simplest.plan))
     ranked = (simplest, *(candidate for candidate in result.ranked if candidate.plan != simplest.plan))
     certificate = replace(result.certificate, slower_than_fastest=pace(simplest) / pace(fastest) - 1.0)
     return replace(result, ranked=ranked, rivals=rivals, certificate=certificate)
+
+
+def _parts(num_options: int, candidate: RankedPlan) -> tuple[int, bool, int]:
+    """Return what a colleague has to understand: options with unequal layers, contexts, kinds of parallelism."""
+    plan = candidate.plan
+    degrees = (plan.tp, plan.cp, plan.pp, plan.ep, plan.dp)
+    return num_options + (plan.layers_per_chunk is not None), plan.cp > 1, sum(degree > 1 for degree in degrees)
 
 
 def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float) -> tuple[int, RankedPlan]:
