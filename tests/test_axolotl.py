@@ -13,6 +13,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.axolotl.read import read, recognises
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.launch.targets import exported
+from autoplan.readers.model import find_preset
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching, Lengths
 from autoplan.spec.plan_file import PlanFile
@@ -221,3 +222,14 @@ def test_a_model_of_no_name_on_the_hub_is_asked_for() -> None:
     changed = replace(file, model=replace(file.model, num_layers=30))
     assert "BASE_MODEL:?must be set" in exported(changed, "axolotl", "torchrun")[0].text
     assert yaml.safe_load(yaml_of(changed))["base_model"] is None
+
+
+def test_checkpoint_and_scale_of_adapters_stay_those_of_the_file() -> None:
+    named = {"base_model": "meta-llama/Meta-Llama-3-8B-Instruct", "adapter": "lora", "lora_r": 32}
+    for alpha, written_alpha in ((16, 16), (None, 64)):
+        launch = of(8, **named, lora_alpha=alpha)
+        about = {**EXPORTED, "finetune": launch.training.finetuning}
+        file = autoplan.estimate(launch.model, **about, plan={"micro_batch": 1, "recompute": "full"}).file
+        settings = yaml.safe_load(yaml_of(file))
+        assert (settings["base_model"], settings["lora_alpha"]) == (named["base_model"], written_alpha)
+        assert find_preset(named["base_model"]) == find_preset("llama3-8b")  # a name is no other architecture

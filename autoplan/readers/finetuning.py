@@ -54,8 +54,8 @@ OPTIM: dict[str, OptimizerName] = {
 # Optimizers implemented by the programs themselves (axolotl/utils/schemas/enums.py, CustomSupportedOptimizers).
 OTHER_OPTIM: dict[str, OptimizerName] = {"muon": "muon", "ao_adamw_8bit": "adam8bit", "ao_adamw_4bit": "adam4bit"}
 _OPTIMIZER_KEYS = ("optim", "optimizer")  # of TrainingArguments, of axolotl
-PEFT_RANK = 8  # default of LoraConfig.r and of LLaMA-Factory's lora_rank
-TRL_RANK, TRL_DROPOUT = 16, 0.05  # trl/trainer/model_config.py
+PEFT_RANK, PEFT_ALPHA = 8, 8  # defaults of LoraConfig; its r is also that of LLaMA-Factory's lora_rank
+TRL_RANK, TRL_ALPHA, TRL_DROPOUT = 16, 32, 0.05  # trl/trainer/model_config.py
 
 
 def load_finetuning(text: str) -> FineTuning:
@@ -256,6 +256,7 @@ def _from_peft(table: dict[str, Any], where: str) -> FineTuning:
     return _decoded(
         {
             "rank": table.get("r", PEFT_RANK),
+            "alpha": table.get("lora_alpha", PEFT_ALPHA),
             "targets": _list(targets, f"{where}: target_modules") or list(DEFAULT_TARGETS),
             "dropout": table.get("lora_dropout"),
             "dora": table.get("use_dora"),
@@ -300,6 +301,7 @@ def of_axolotl(table: Mapping[str, Any], where: str) -> FineTuning:
     return _decoded(
         {
             "rank": table.get("lora_r", PEFT_RANK),
+            "alpha": table.get("lora_alpha"),
             "targets": targets or list(DEFAULT_TARGETS),
             "dropout": table.get("lora_dropout"),
             "dora": table.get("peft_use_dora"),
@@ -326,6 +328,7 @@ def of_llama_factory(table: Mapping[str, Any], where: str) -> FineTuning:
     return _decoded(
         {
             "rank": table.get("lora_rank", PEFT_RANK),
+            "alpha": table.get("lora_alpha"),
             "targets": [ALL_LINEAR] if target == "all" else _list(target, f"{where}: lora_target"),
             "dropout": table.get("lora_dropout"),
             "dora": table.get("use_dora"),
@@ -344,6 +347,7 @@ def of_trl(table: Mapping[str, Any], where: str) -> FineTuning:
     return _decoded(
         {
             "rank": table.get("lora_r", TRL_RANK),
+            "alpha": table.get("lora_alpha", TRL_ALPHA),
             "targets": _list(table.get("lora_target_modules"), f"{where}: lora_target_modules")
             or list(DEFAULT_TARGETS),
             "dropout": table.get("lora_dropout", TRL_DROPOUT),

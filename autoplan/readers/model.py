@@ -44,18 +44,20 @@ def find_preset(*names: str) -> ModelSpec | None:
     for name in names:
         for spelling in _spellings(name):
             if preset := _presets_by_spelling().get(spelling):
-                return _preset(preset)
+                model = _preset(preset)
+                return replace(model, checkpoint=name) if _HUB_NAME.fullmatch(name) else model
     return None
 
 
 def hub_name(model: ModelSpec) -> str | None:
-    """Return the Hugging Face hub name of a shipped model; None for any other model."""
+    """Return the Hugging Face hub name of a shipped model, as it was called; None for any other model."""
     path = shipped("models").get(model.name)
     if path is None or find_preset(model.name) != model:
         return None
-    return next((name for name in read_table(path).get("aliases", ()) if re.fullmatch(r"[\w.-]+/[\w.-]+", name)), None)
+    return model.checkpoint or next(filter(_HUB_NAME.fullmatch, read_table(path).get("aliases", ())), None)
 
 
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # A model in the Hugging Face cache: the hub name, and a folder named by the snapshot's hash.
 _CACHED = re.compile(r"models--(?P<publisher>[\w.-]+?)--(?P<name>[\w.-]+)(/snapshots(/\w+)?)?/?$")
 

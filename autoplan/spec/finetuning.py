@@ -102,6 +102,7 @@ class FineTuning:
     """
 
     rank: int | None = None
+    alpha: int | float | None = None  # scale of the adapters times their rank; changes no cost; None: twice the rank
     targets: tuple[str, ...] = DEFAULT_TARGETS
     dora: bool = False  # magnitudes of columns trained apart from their directions (arXiv:2402.09353)
     dropout: float = 0.0  # of what enters the adapters
@@ -112,6 +113,8 @@ class FineTuning:
     def __post_init__(self) -> None:
         if self.rank is not None:
             check_count("finetuning.rank", self.rank, at_most=MAX_RANK)
+            if self.alpha is None:
+                object.__setattr__(self, "alpha", 2 * self.rank)
         targets = tuple(_last_part(name) for name in self.targets)
         if unknown := [name for name in targets if name not in MODULES and name != ALL_LINEAR]:
             raise InputError(
@@ -136,7 +139,7 @@ class FineTuning:
                 "finetuning.frozen needs full fine-tuning: with adapters everything else is frozen: leave it out"
             )
         if self.rank is None:
-            for name in ("dora", "dropout", "saved_modules"):
+            for name in ("alpha", "dora", "dropout", "saved_modules"):
                 if getattr(self, name):
                     raise InputError(f"finetuning.{name} needs adapters: give the LoRA rank too")
             if self.quantization != "none":

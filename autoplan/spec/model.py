@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Literal
@@ -322,6 +322,7 @@ class ModelSpec:
     merged_attention: bool = False
     additions: tuple[Addition, ...] = ()
     left_out: str = ""  # what of its config.json these sizes do not hold, such as vision_config
+    checkpoint: str = field(default="", compare=False)  # name on the Hugging Face hub, where it was called so
     aliases: tuple[str, ...] = ()  # other names under which published tables list it
     sources: tuple[str, ...] = ()
 
@@ -412,9 +413,9 @@ class ModelSpec:
         if "M" in self.layer_pattern and self.mamba is None:
             raise InputError("layer_pattern has Mamba layers: give the mamba table")
         needs = {"C": "short_conv_kernel", "W": "window", "L": "linear_attention", "X": "cross_attention"}
-        for symbol, field in needs.items():
-            if symbol in self.layer_pattern and not getattr(self, field):
-                raise InputError(f"layer_pattern has the symbol {symbol}: give {field}")
+        for symbol, size in needs.items():
+            if symbol in self.layer_pattern and not getattr(self, size):
+                raise InputError(f"layer_pattern has the symbol {symbol}: give {size}")
         if "E" in self.layer_pattern and self.moe is None:
             raise InputError("layer_pattern has MoE layers: give the moe table")
 

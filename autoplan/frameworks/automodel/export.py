@@ -26,7 +26,7 @@ from autoplan.frameworks.common.job import Job, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, all_true, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, USUAL_RANK_ORDER
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_targets
+from autoplan.frameworks.common.tuning import refused_targets
 from autoplan.frameworks.hf_trainer.write import INT8_IS_WHOLE, adapters_of, yaml_job
 from autoplan.frameworks.torchtitan.options import stages
 from autoplan.readers.model import hub_name
@@ -167,7 +167,7 @@ def _tuning(training: TrainingSpec) -> dict[str, Any]:
     names = ["*_proj"] if ALL_LINEAR in tuning.targets else [f"*.{name}" for name in tuning.targets]
     rank = tuning.rank or 0
     peft: dict[str, Any] = {"_target_": f"{_COMPONENTS}._peft.lora.PeftConfig", "target_modules": names}
-    peft |= {"dim": rank, "alpha": ALPHA_PER_RANK * rank, "dropout": tuning.dropout, "use_dora": tuning.dora}
+    peft |= {"dim": rank, "alpha": tuning.alpha, "dropout": tuning.dropout, "use_dora": tuning.dora}
     sections: dict[str, Any] = {"peft": peft | {"lora_dtype": ADAPTER_DTYPE}}
     if tuning.quantization == "int8":
         sections["quantization"] = {"load_in_8bit": True}

@@ -147,9 +147,7 @@ def _finetuning(options: Options) -> FineTuning | None:
     if not peft.arguments:
         return None
     matches_all = peft.flag("match_all_linear")
-    peft.pass_over(
-        "_target_", "alpha", "use_triton", "lora_dtype", "lora_A_init", "dropout_position", "lora_A_init_method"
-    )
+    peft.pass_over("_target_", "use_triton", "lora_dtype", "lora_A_init", "dropout_position", "lora_A_init_method")
     targets = peft.value("target_modules")
     names = targets if isinstance(targets, list) else [targets]
     if matches_all or targets is None or any(str(name) in _ALL for name in names):
@@ -164,6 +162,7 @@ def _finetuning(options: Options) -> FineTuning | None:
     doubled = quantized.flag("bnb_4bit_use_double_quant", True)  # components/quantization/qlora.py
     return FineTuning(
         rank=peft.count("dim", 8),
+        alpha=peft.count("alpha", 32),
         targets=chosen,
         dropout=peft.number("dropout", 0.0),
         dora=peft.flag("use_dora"),

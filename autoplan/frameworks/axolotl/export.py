@@ -11,7 +11,7 @@ from autoplan.frameworks.accelerate.export import is_quantized, is_sharded, is_u
 from autoplan.frameworks.axolotl.options import BATCHINGS, KEEPS, LENGTH, LORA_KERNELS, MESH, NAMES, OPTIMIZER_WORDS
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
+from autoplan.frameworks.common.tuning import refused_by_peft
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, RECOMPUTE
 from autoplan.frameworks.hf_trainer.write import (
     IN_16_BITS,
@@ -86,7 +86,7 @@ def _adapters(finetuning: FineTuning) -> dict[str, Any]:
         "load_in_4bit": in_4bit,
         "load_in_8bit": finetuning.quantization == "int8",
         "lora_r": finetuning.rank,
-        "lora_alpha": ALPHA_PER_RANK * (finetuning.rank or 0),
+        "lora_alpha": finetuning.alpha,
         "lora_dropout": finetuning.dropout,
         "lora_target_linear": ALL_LINEAR in finetuning.targets,
         "lora_target_modules": targets or None,

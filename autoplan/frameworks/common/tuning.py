@@ -12,7 +12,6 @@ from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.plan_file import PlanFile
 
 ADAPTERS, QUANTIZED = "adapter_config.json", "quantization_config.json"
-ALPHA_PER_RANK = 2  # a usual choice, which changes no cost
 # Where nothing keeps PEFT from it.
 ADAPTERS_IN_FP32 = Rule(
     source="peft/tuners/tuners_utils.py autocast_adapter_dtype",
@@ -74,7 +73,7 @@ def _adapters(finetuning: FineTuning) -> dict[str, Any]:
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": finetuning.rank,
-        "lora_alpha": ALPHA_PER_RANK * (finetuning.rank or 0),
+        "lora_alpha": finetuning.alpha,
         "lora_dropout": finetuning.dropout,
         "target_modules": ALL_LINEAR if targets == [ALL_LINEAR] else targets,
         "use_dora": finetuning.dora,

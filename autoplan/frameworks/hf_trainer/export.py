@@ -14,7 +14,7 @@ from autoplan.frameworks.accelerate.options import OFFLOAD
 from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.job import File, Job, Line, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value, written
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_lora_config
+from autoplan.frameworks.common.tuning import refused_by_lora_config
 from autoplan.frameworks.deepspeed import export as deepspeed
 from autoplan.frameworks.deepspeed.rules import RULES as OF_DEEPSPEED
 from autoplan.frameworks.hf_trainer import write
@@ -168,7 +168,7 @@ def _adapters(tuning: FineTuning, training: TrainingSpec) -> list[dict[str, Valu
     """Return the adapter arguments (trainer/model_config.py)."""
     rank = tuning.rank or 0
     tables: list[dict[str, Value]] = [
-        {"use_peft": True, "lora_r": rank, "lora_alpha": ALPHA_PER_RANK * rank, "lora_dropout": tuning.dropout},
+        {"use_peft": True, "lora_r": rank, "lora_alpha": tuning.alpha, "lora_dropout": tuning.dropout},
         {"lora_target_modules": list(tuning.targets)},
         {"lora_modules_to_save": list(tuning.saved_modules)} if tuning.saved_modules else {},
         {"use_dora": True} if tuning.dora else {},

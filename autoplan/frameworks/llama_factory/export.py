@@ -8,7 +8,7 @@ from typing import Any
 from autoplan.frameworks.accelerate.export import is_sharded, loads_bf16
 from autoplan.frameworks.accelerate.options import OFFLOAD, RECOMPUTE
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK, refused_by_peft
+from autoplan.frameworks.common.tuning import refused_by_peft
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH
 from autoplan.frameworks.hf_trainer.write import (
     LIMITS,
@@ -62,7 +62,7 @@ def _adapters(finetuning: FineTuning) -> dict[str, Any]:
     settings = {
         "finetuning_type": "lora",
         "lora_rank": finetuning.rank,
-        "lora_alpha": ALPHA_PER_RANK * (finetuning.rank or 0),
+        "lora_alpha": finetuning.alpha,
         "lora_dropout": finetuning.dropout,
         "lora_target": "all" if ALL_LINEAR in finetuning.targets else ",".join(finetuning.targets),
         "additional_target": ",".join(finetuning.saved_modules) or None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 
 FUSED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
@@ -59,5 +58,5 @@ def peft_lines(finetuning: FineTuning) -> tuple[str, ...]:
         kind, module = "CanonicalLoRA", "canonical_lora"
         names = list(CANONICAL.values()) if names == [ALL_LINEAR] else [CANONICAL[name] for name in names]
     rank = finetuning.rank or 0
-    arguments = f"target_modules={names!r}, dim={rank}, alpha={ALPHA_PER_RANK * rank}, dropout={finetuning.dropout!r}"
+    arguments = f"target_modules={names!r}, dim={rank}, alpha={finetuning.alpha}, dropout={finetuning.dropout!r}"
     return f"from megatron.bridge.peft.{module} import {kind}", f"cfg.peft = {kind}({arguments})"

@@ -10,7 +10,6 @@ from autoplan.frameworks.common.job import EnvironmentVariable, Job, Line, Optio
 from autoplan.frameworks.common.option_table import Value
 from autoplan.frameworks.common.rules import Rule, all_true, check_limits
 from autoplan.frameworks.common.shared_rules import only
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
 from autoplan.frameworks.megatron_bridge.tuning import refused_of_fused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
@@ -125,8 +124,8 @@ def _tuning(plan_file: PlanFile) -> list[dict[str, Value]]:
     sequences = {"max_length": training.seq_len, **BATCHINGS[_batching(training)]}
     if (tuning := adapters_of(training)) is None:
         return [{"tuner_type": "full"}, sequences]
-    rank = tuning.rank or 0
-    adapters: dict[str, Value] = {"tuner_type": "lora", "lora_rank": rank, "lora_alpha": ALPHA_PER_RANK * rank}
+    scale: dict[str, Value] = {"lora_rank": tuning.rank or 0, "lora_alpha": tuning.alpha or 0}
+    adapters = {"tuner_type": "lora", **scale}
     return [adapters | {"lora_dropout": tuning.dropout}, {"target_modules": list(tuning.targets)}, sequences]
 
 

@@ -85,6 +85,7 @@ def _finetuning(options: Options, default: str) -> FineTuning | None:
     four = "nf4-dq" if options.flag("bnb_4bit_use_double_quant", True) else "nf4"
     return FineTuning(
         rank=options.count("lora_rank", PEFT_RANK),
+        alpha=options.count("lora_alpha", 32),
         targets=tuple(targets),
         dropout=options.number("lora_dropout", DROPOUT),
         dora=options.flag("use_dora"),

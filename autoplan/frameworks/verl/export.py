@@ -10,7 +10,6 @@ from autoplan.frameworks.common.job import Job, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value
 from autoplan.frameworks.common.rules import Rule, check_limits
 from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
-from autoplan.frameworks.common.tuning import ALPHA_PER_RANK
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
 from autoplan.frameworks.megatron_bridge.tuning import refused_of_fused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
@@ -106,8 +105,7 @@ def _plan(settings: dict[str, Value], plan_file: PlanFile) -> dict[str, Value]:
 def _tuning(plan_file: PlanFile) -> dict[str, Value]:
     table: dict[str, Value] = {LENGTH: plan_file.training.seq_len, DYNAMIC: False, "data.pad_mode": "no_padding"}
     if (tuning := adapters_of(plan_file.training)) is not None:
-        rank = tuning.rank or 0
-        table |= {"model.lora.rank": rank, "model.lora.alpha": ALPHA_PER_RANK * rank}
+        table |= {"model.lora.rank": tuning.rank or 0, "model.lora.alpha": tuning.alpha or 0}
         table |= {"model.lora.type": "dora" if tuning.dora else "lora", "model.lora.dropout": tuning.dropout}
         table["model.lora.target_modules"] = list(tuning.targets)
     return table

@@ -143,6 +143,7 @@ def _finetuning(arguments: Options) -> FineTuning | None:
         raise InputError(f"model.lora.type {str(kind)[:20]!r} is not priced: only lora and dora are")
     return FineTuning(
         rank=rank,
+        alpha=arguments.count("model.lora.alpha", 32),
         targets=arguments.words("model.lora.target_modules", FUSED),
         dropout=arguments.number("model.lora.dropout", 0.0),
         dora=kind == "dora",
