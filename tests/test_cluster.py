@@ -129,6 +129,10 @@ def test_a_rack_wide_link_joins_whole_nodes(devices: int, joined: int) -> None:
     assert [level.num_devices for level in load_cluster(f"gb200-nvl72:2x{devices}").levels] == [joined]
 
 
+def test_racks_are_the_nodes_that_they_are_built_of() -> None:
+    assert load_cluster("gb200-nvl72:4x72") == load_cluster("gb200-nvl72:72x4")
+
+
 def test_a_node_wider_than_its_rack_wide_link_is_refused() -> None:
     assert "72" in refusal("gb200-nvl72:1x100")
 

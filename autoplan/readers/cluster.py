@@ -47,6 +47,9 @@ def load_cluster(text: str) -> ClusterSpec:
     nodes, devices = int(match["nodes"]), int(match["devices"])
     if nodes < 1 or devices < 1:
         raise InputError(f"cluster {text!r}: nodes and devices per node must be at least 1, got {nodes} and {devices}")
+    if devices > cluster.devices_per_node and devices in {level.num_devices for level in cluster.levels}:
+        # Whole racks, such as gb200-nvl72:4x72, of nodes with hosts of their own.
+        nodes, devices = nodes * devices // cluster.devices_per_node, cluster.devices_per_node
     levels = _resized(cluster, devices)
     try:
         return replace(cluster, num_nodes=nodes, devices_per_node=devices, levels=levels)
