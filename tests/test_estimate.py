@@ -530,6 +530,28 @@ def test_torchs_own_attention_has_slower_kernels_for_grouped_heads_on_amd(
     assert times[0] / times[1] == pytest.approx(time, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("cluster", "kernel", "time"),
+    # Shares of the rate; Triton's kernels have widths of 256 and 128 for keys of 192 and values of 128.
+    [
+        ("b200:1x8", "flex", 1.2 / 0.5),
+        ("h100-sxm:1x8", "flex", 1.2 / (0.70 * 0.87)),
+        ("h100-sxm:1x8", "efficient", 1 / (0.70 * 0.43)),
+    ],
+)
+def test_torchs_own_attention_has_slower_kernels_for_values_narrower_than_keys(
+    cluster: str, kernel: Any, time: float
+) -> None:
+    latent = LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    own = PLAIN.changed(flash_kernel="sdpa", uneven_heads_kernel=kernel)
+    model = dataclasses.replace(DENSE, mla=latent, num_kv_heads=None)
+    times = [
+        terms_of(problem_of(model, framework=framework, cluster=cluster, seq_len=65536), single())["attention"]
+        for framework in (own, PLAIN.changed(flash_kernel="flash"))
+    ]
+    assert times[0] / times[1] == pytest.approx(time, rel=0.01)
+
+
 @pytest.mark.parametrize(("kernel", "width"), [("flash1", 128), ("flash2", 96), ("flash", 96), ("cudnn", 80)])
 def test_heads_of_80_take_as_long_as_the_width_that_the_kernel_has_for_them(kernel: Any, width: int) -> None:
     times = [

@@ -252,6 +252,18 @@ def test_attention_in_eight_bits_is_faster_on_blackwell(cluster: str, share: flo
     assert found.attention.backward_s[0] == pytest.approx(share * wide.attention.backward_s[0])
 
 
+@pytest.mark.parametrize(("cluster", "share"), [("b200:1x8", 0.77), ("h100-sxm:1x8", 1.0)])
+def test_torchs_grouped_products_are_slower_on_blackwell(cluster: str, share: float) -> None:
+    linear = next(linear for linear in block_shapes(MODEL)[Block.MOE].linears if linear.name == "expert_fc2")
+    problem, batch = replace(PROBLEM, cluster=load_cluster(cluster)), batch_of()
+    starts_s = problem.device.gemm.start_s * 32 / 8 / 4  # of four products side by side
+    one_by_one, grouped = (
+        matrices_s(changed, batch, (linear,), gemm_rate(changed, batch))["expert_fc2"].forward_s[0] - starts_s
+        for changed in (problem, replace(problem, framework=FRAMEWORK.changed(torch_grouped_products=True)))
+    )
+    assert one_by_one / grouped == pytest.approx(share)
+
+
 def test_products_of_experts_are_dense_ones_of_the_tokens_of_each() -> None:
     """Products for gradients of weights also move the buffer of gradients: fp32 is read and written, half shown."""
     linear = next(linear for linear in block_shapes(MODEL)[Block.MOE].linears if linear.name == "expert_fc2")

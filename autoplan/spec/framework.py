@@ -135,9 +135,12 @@ class Kernels:
     tf32_products: bool = False
     # What it runs where a plan says flash; flash stands for the best that the device has, sdpa for torch's own.
     flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn", "sdpa"] = "flash"
+    # What torch's attention is where values are narrower than keys, which its best kernels do not take.
+    uneven_heads_kernel: Literal["efficient", "flex"] = "efficient"
     widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
+    torch_grouped_products: bool = False  # experts' products are torch's grouped ones, not of cuBLAS for each expert
     rowwise_gemm_share: float = 1.0  # of the rate that 8-bit products of one scale sustain, what those of rows' do
     # Keys and values are repeated to the number of heads before attention, also on their way around a context group,
     # whose ranks gather all of them at once, beside attention to their own.

@@ -5,6 +5,8 @@ Arrays have one element per plan; times are seconds.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
@@ -42,8 +44,13 @@ FLASH2_FLOPS_PER_UNIT = 2.4e12
 # Rates relative to flash2: findings 3, and MPT runs of 2023 with Triton's kernel.  AOTriton's is relative to AITER's
 # kernels, which AMD's curves describe: .38 to .63 on MI355X, causal with grouped heads of 128 and 2,048 to 16,384
 # tokens (HazyResearch/HipKittens f09e968, analysis/attn/fwd), .62 to .85 on MI300X
-# (midiareshadi.github.io/blog/attn-dsl-bench) [judged between].
-FLASH_SHARE = {"flash1": 0.46, "triton": 0.58, "aotriton": 0.65}
+# (midiareshadi.github.io/blog/attn-dsl-bench) [judged between].  Torch's memory-efficient kernel: 33.9 to 36.4 TFLOP/s
+# where FlashAttention 2 has 76.4 to 84.4 (NVIDIA/TileGym pull request 49).  FlexAttention: .90 forward and .85 backward
+# on A100 (PyTorch's post of 2024-08).
+FLASH_SHARE = {"flash1": 0.46, "triton": 0.58, "aotriton": 0.65, "efficient": 0.43, "flex": 0.87}
+# Rate of FlexAttention's Triton kernels on Blackwell relative to cuDNN: FlashAttention 4, at most 1.3 times as fast as
+# cuDNN 9.13, is 1.6 to 3.2 times as fast forward and 1.85 to 2.3 times backward (PyTorch's post on GB200, 2026-03).
+FLEX_ON_BLACKWELL = 0.5
 # Rate of the backward kernel relative to the forward kernel.  cuDNN 9.19 and 9.22 on H200, GB200 and GB300: .73-.86
 # with heads of 128 from 4,096 tokens on, .67-.79 with latent ones of 4,096 and 8,192 (NVIDIA/cudnn-frontend 3929da2,
 # benchmark/sdpa_benchmark_training/results).
@@ -104,8 +111,10 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     # One thread block per head and FLASH_TILE queries; too few thread blocks leave compute units idle.
     blocks_per_unit = heads * tokens / FLASH_TILE / device.compute_units
     head_dim, widths = _kernel_widths(model, kernel)
-    if kernel == "flash2" and device.generation == "blackwell":  # which loses nothing with narrower heads
-        most = FLASH2_FLOPS_PER_UNIT * device.compute_units / wide_peak(problem)
+    if kernel == "flex" and device.generation == "blackwell":
+        efficiency = curve.efficiency * FLEX_ON_BLACKWELL
+    if kernel in ("flash2", "efficient") and device.generation == "blackwell":  # they lose nothing with narrower heads
+        most = FLASH_SHARE.get(kernel, 1.0) * FLASH2_FLOPS_PER_UNIT * device.compute_units / wide_peak(problem)
         efficiency = min(efficiency, most * curve.slowdown(np.inf, np.full(1, np.inf), head_dim).item())
     seen_len = attended_len(training, batch.micro_batch)
     per_context_s = factor * eight_bits * 2.0 * tokens * heads * widths / (wide_peak(problem) * efficiency)
@@ -135,16 +144,19 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
 def _flash_kernel(problem: Problem) -> str:
     """Return the kernel used for fused attention.
 
-    torch's own kernel is FlashAttention 2, and on Blackwell cuDNN's, which it prefers there and on Hopper from cuDNN
-    9.15 on (pytorch v2.14.1, sdp_utils.cpp); earlier builds, as those of the published runs on Hopper, do not.  On AMD
-    its AOTriton dispatches to AITER's kernels, the best there, if queries have as many heads as keys (torch from 2.9
-    on), and to Triton's for grouped heads (ROCm/aotriton 30ae967, modules/flash/csrc/aiter_bwd.cc and aiter_fwd.cc).
+    torch's own kernel is FlashAttention 2 where values are as wide as keys (torchtitan pull request 1610), and on
+    Blackwell cuDNN's, which it prefers there and on Hopper from cuDNN 9.15 on (pytorch v2.14.1, sdp_utils.cpp); earlier
+    builds, as those of the published runs on Hopper, do not.  On AMD its AOTriton dispatches to AITER's kernels, the
+    best there, if queries have as many heads as keys (torch from 2.9 on), and to Triton's for grouped heads
+    (ROCm/aotriton 30ae967, modules/flash/csrc/aiter_bwd.cc and aiter_fwd.cc).
     """
     kernel = problem.framework.kernels.flash_kernel
     if problem.training.attention != "flash":
         return problem.training.attention
     if kernel != "sdpa":
         return kernel
+    if problem.device.vendor == "nvidia" and problem.model.qk_head_dim != problem.model.v_head_dim:
+        return problem.framework.kernels.uneven_heads_kernel
     if problem.device.vendor != "amd":
         return "cudnn" if problem.device.generation == "blackwell" else "flash2"
     return "aotriton" if problem.model.kv_heads < problem.model.num_heads else "flash"
@@ -153,8 +165,9 @@ def _flash_kernel(problem: Problem) -> str:
 def _kernel_widths(model: ModelSpec, kernel: str) -> tuple[int, int]:
     """Return the head width of the kernel, and the model's width of query and value together, in elements."""
     width = model.qk_head_dim
-    if width != model.v_head_dim:  # latent attention has kernels with its exact widths
-        return width, width + model.v_head_dim
+    if width != model.v_head_dim:  # latent attention has kernels with its exact widths, Triton's of powers of 2
+        widths = (2 ** math.ceil(math.log2(part)) if kernel == "flex" else part for part in (width, model.v_head_dim))
+        return width, sum(widths)
     padded = next((supported for supported in FLASH_HEAD_DIMS.get(kernel, ()) if supported >= width), width)
     return padded, 2 * padded
 

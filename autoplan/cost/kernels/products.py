@@ -43,6 +43,10 @@ NARROW_ROWS_TIME, ODD_ROWS_TIME = 1.6, 2.5
 # weight gradients .07, .12, .19 and .28; measured were .18-.21, .27-.30, .37-.43 and .38-.46; .08, .14, .22 and .28
 # (`modelling` C4).
 GROUPED_STREAMS = 4
+# Rate of torch's grouped products (CUTLASS) relative to that: forward and backward 712 to 863 TFLOP/s on B200 with
+# 128,000 tokens of 1 to 8 experts (pytorch/ao 0b1bb11, torchao/prototype/moe_training/README.md), where sustained
+# products of cuBLAS reach 1,024; on H200 as fast as products of cuBLAS one by one (pytorch/pytorch issue 163425).
+TORCH_GROUPED_SHARE = {"blackwell": 0.77}
 # Exposed share of that traffic's time, 1 as on B200 unless measured: on Hopper products that accumulate into fp32 take
 # longer than those of the same shape that do not, by .42 of that time on H100 and .59 on H200, .53 in the median of 24
 # shapes (dgrad and wgrad of benchmarks/results/2026-11-23_device_set_h100.md and 2026-11-23_device_set_h200.md).
@@ -185,6 +189,8 @@ def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats,
     inputs, outputs = local_sizes(linear, batch)
     tokens, num_local = expert_tokens(problem, batch), linear.copies / batch.ep
     side_by_side = np.clip(num_local, 1.0, GROUPED_STREAMS)
+    if problem.framework.kernels.torch_grouped_products:
+        rate = rate * TORCH_GROUPED_SHARE.get(problem.device.generation, 1.0)
     starts_s = problem.device.gemm.start_s * problem.calibration.gemm * num_local / side_by_side
 
     def products_of(m: Floats, n: Floats, k: Floats) -> Floats:
