@@ -72,6 +72,12 @@ def test_an_all_to_all_counts_its_tokens_in_front_of_every_forward_pass_unless_a
     assert _experts_wait_s(PROBLEM, batch_of(cuda_graphs="router")).forward_s[0] == pytest.approx(2.0 * 1e-3)
 
 
+@pytest.mark.parametrize(("ep", "waits"), [(8, True), (1, False)])
+def test_torchs_grouped_products_wait_for_the_host_where_tokens_leave_the_device(ep: int, waits: bool) -> None:
+    problem = replace(PROBLEM, framework=FRAMEWORK.changed(torch_grouped_products=True, host_s_per_launch=0.0))
+    assert _experts_wait_s(problem, batch_of(ep=ep)).backward_s[0] == (2e-3 if waits else 0.0)
+
+
 def test_a_graph_of_static_shapes_waits_for_nothing() -> None:
     static: dict[str, object] = {"dispatcher": "hybridep", "precision": "mxfp8"}
     for graphs in ("none", "attn", "layer"):

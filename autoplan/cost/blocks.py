@@ -244,6 +244,8 @@ def _experts_wait_s(problem: Problem, batch: PlanBatch) -> Pass:
     late = experts.narrow_sync_s + experts.s_per_local_expert * moe.num_experts / batch.ep
     wait = experts.moe_sync_s + np.isin(batch.precision, NARROW) * late
     wait = wait * np.where(waits_less, GRAPHED_ATTENTION_WAIT, 1.0)
+    if framework.kernels.torch_grouped_products:  # which read the tokens of each expert on the device
+        wait = np.where(batch.ep > 1, wait, 0.0)
     counting_s = host.host_s_per_launch * COUNT_TOKENS.forward * counts_tokens(batch)
     shows = np.where(is_one_graph(problem, batch), 0.0, problem.calibration.host)
     return Pass(wait + counting_s, wait).scaled(shows)
