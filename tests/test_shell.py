@@ -107,6 +107,12 @@ HERE = [
 ]
 
 
+def test_placeholders_of_a_template_are_words() -> None:
+    script = read_script("SAVE=<path to checkpoints>\nN=8\nstart --load <PATH TO a.json> --fp16 -n $N <in >out\n")
+    assert script.commands[0].words == ("start", "--load", "<PATH TO a.json>", "--fp16", "-n", "8")
+    assert script.variables["SAVE"] == "<path to checkpoints>"
+
+
 @pytest.mark.parametrize("here", HERE)
 def test_sourced_scripts_set_variables_as_in_bash(here: str, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()

@@ -13,13 +13,17 @@ MAX_BYTES = 2**20
 
 
 def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
-    """Return (text, path) of the file referenced by a launch file in `folder`; None if it cannot be found."""
-    parts = Path(file).parts
+    """Return (text, path) of the file referenced by a launch file in `folder`; None if it cannot be found.
+
+    A file with an absolute path is looked for by its name, beside the launch file alone.
+    """
+    is_absolute = Path(file).is_absolute()
+    parts = (Path(file).name,) if is_absolute else Path(file).parts
     num_up = next((at for at, part in enumerate(parts) if part != ".."), len(parts))
     path = Path(*parts[num_up:])
-    if folder is None or is_open(file) or path.is_absolute() or ".." in path.parts:
+    if folder is None or is_open(file) or ".." in path.parts:
         return None
-    for place in (folder, *folder.absolute().parents[:MAX_ABOVE])[num_up:]:
+    for place in (folder, *(() if is_absolute else folder.absolute().parents[:MAX_ABOVE]))[num_up:]:
         if is_file(place / path):
             return read_text(place / path, most_bytes=MAX_BYTES), show(str(place / path))
     return None

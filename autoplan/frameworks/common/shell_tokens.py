@@ -10,6 +10,7 @@ from autoplan.base.errors import InputError
 MAX_DEPTH = 25  # of what is nested in one another
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ASSIGNMENT = re.compile(rf"({NAME})(?:\[(\d+)\])?(\+?)=", re.ASCII)
+_PLACEHOLDER = re.compile(r"<[A-Za-z][\w ./:-]*>(?=[\s\"'`;)/]|$)")  # of a template: <path to checkpoints>
 _OPERATORS = (
     "<<<",
     "<<-",
@@ -94,7 +95,9 @@ def tokens_of(text: str) -> list[Token]:
             at += 2
         elif character == "#":
             at = text.find("\n", at) if "\n" in text[at:] else len(text)
-        elif operator := next((sign for sign in _OPERATORS if text.startswith(sign, at)), None):
+        elif (
+            operator := next((sign for sign in _OPERATORS if text.startswith(sign, at)), None)
+        ) and not _PLACEHOLDER.match(text, at):
             at += len(operator)
             if operator in ("<<", "<<-"):
                 start = at + len(text[at:]) - len(text[at:].lstrip(" \t"))
@@ -121,8 +124,13 @@ def tokens_of(text: str) -> list[Token]:
 
 
 def _word_end(text: str, at: int) -> int:
-    while at < len(text) and text[at] not in " \t\r\n;|&()<>":
-        at = end_of(text, at)
+    while at < len(text):
+        if placeholder := _PLACEHOLDER.match(text, at):
+            at = placeholder.end()
+        elif text[at] in " \t\r\n;|&()<>":
+            break
+        else:
+            at = end_of(text, at)
     return at
 
 
