@@ -432,6 +432,13 @@ num_processes: 8
 """
 
 
+def test_a_command_in_the_text_of_another_and_a_file_by_its_absolute_path(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
+    command = SFT.format("").replace("fsdp.yaml", "/cluster/configs/fsdp.yaml").replace("\\\n", "")
+    launch = read(f'CMD="{command}"\nsrun bash -c "$CMD" 2>&1\n', LaunchContext(folder=tmp_path))
+    assert (launch.model.name, launch.plan.sharding, launch.plan.num_devices) == ("qwen2.5-7b", "zero3", 8)
+
+
 def test_a_program_of_llama_factory_has_its_adapters_and_recomputes(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
     (tmp_path / "lora.yaml").write_text(

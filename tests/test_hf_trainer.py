@@ -247,6 +247,14 @@ def test_what_trl_holds_otherwise_is_listed() -> None:
     assert listed("--use_peft --dtype bfloat16") == {"gradient_checkpointing"}  # off in older and other programs
 
 
+def test_a_module_that_torchrun_starts_is_a_program() -> None:
+    script = (
+        "python -m torch.distributed.run --nproc_per_node 4 -m training.lm --model_name_or_path Qwen/Qwen3-8B --bf16 "
+        "--max_length 2048 --per_device_train_batch_size 2\n"
+    )
+    assert read(script, LaunchContext()).plan.global_batch == 8
+
+
 def test_a_script_that_sources_another_that_is_missing_says_so() -> None:
     script = (
         "source settings.env\ntorchrun --nproc_per_node 8 train.py --model_name_or_path Qwen/Qwen3-8B --bf16 "

@@ -197,6 +197,8 @@ def test_a_command_in_the_text_of_another_program_is_read() -> None:
     launch = read(script.format("pre_train.train"), LaunchContext(num_devices=8))
     assert (launch.model.name, launch.plan.micro_batch) == ("llama2-7b", 4)
     assert matters(launch) == {"remat_policy"}
+    with pytest.raises(InputError, match="pass --set BATCH=VALUE"):
+        read(script.format("pre_train.train").replace("size=4", "size=\\$BATCH"), LaunchContext(num_devices=8))
     with pytest.raises(InputError, match="only training on the next token is priced"):
         read(script.format("post_train.rl.train_rl"), LaunchContext(num_devices=8))
 

@@ -141,6 +141,13 @@ def test_what_is_missing_is_said_in_one_line(text: str, given_: dict[str, Any], 
     assert "\n" not in str(error.value)
 
 
+def test_options_that_another_script_sources_are_read_and_say_so() -> None:
+    text = "PARAMS=()\nPARAMS+=( " + OPTIONS + " --tensor-model-parallel-size 2 )\n"
+    launch = megatron_lm.READER.read(text, LaunchContext(num_devices=8))
+    assert (launch.plan.tp, launch.plan.dp) == (2, 4)
+    assert "a script that sources this one" in matters(launch)
+
+
 EXPERTS = (
     " --num-experts 8 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --moe-permute-fusion"
 )

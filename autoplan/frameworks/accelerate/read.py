@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS, HELD_
 from autoplan.frameworks.hf_trainer.read import program_called
 from autoplan.frameworks.hf_trainer.script import has_batch, of_script, program_options
 from autoplan.frameworks.llama_factory.read import program_of as llama_factory
+from autoplan.frameworks.megatron_lm.read import Entry, started
 from autoplan.spec.enums import Precision, Recompute, Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -277,10 +280,9 @@ def _options_beside(context: LaunchContext) -> Options | None:
 def _of_script(text: str, context: LaunchContext) -> _Started:
     """Parse the accelerate command of a script."""
     script = read_script(text, context.variables, context.folder)
-    words = next((item.words for item in script.commands if _LAUNCH.search(" ".join(item.words))), None)
-    if words is None or "launch" not in words:
+    _, words = started(script, Entry(_launch_at, lambda inner: _LAUNCH.search(inner) is not None), context)
+    if words is None:
         raise InputError("no command is accelerate launch")
-    words = words[words.index("launch") + 1 :]
     at = next((at for at, word in enumerate(words) if word.endswith(".py") or word == "$TRAIN_SCRIPT"), len(words))
     arguments = program_options(words[at + 1 :], context)
     arguments.remarks += script.unread()
@@ -311,6 +313,11 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
     is_llama_factory = arguments.has("finetuning_type")
     program = llama_factory(arguments) if is_llama_factory else program_called(name or "$PROGRAM", arguments)
     return _Started(table=table, arguments=arguments, program=program)
+
+
+def _launch_at(words: Sequence[str]) -> int | None:
+    pairs = enumerate(pairwise(words), start=1)
+    return next((at for at, pair in pairs if pair[0].rpartition("/")[2] == "accelerate" and pair[1] == "launch"), None)
 
 
 def _config_beside(file: str, folder: Path | None) -> dict[str, Any]:

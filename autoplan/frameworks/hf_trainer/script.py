@@ -16,6 +16,7 @@ SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # not she
 BATCH = "--per_device_train_batch_size"
 # Commands of TRL that train (trl/cli/commands), and the modules that they run.
 _COMMANDS = ("sft", "dpo", "reward", "grpo", "kto", "rloo")
+_LAUNCHERS = ("torch.", "accelerate.", "deepspeed.")
 _MODULE = re.compile(r"trl\.scripts\.(\w+)")
 _BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
 
@@ -37,11 +38,12 @@ def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None
 
 
 def _is_program(words: Sequence[str], at: int) -> bool:
-    """Return whether a word is a Python file, or a module or command of TRL."""
-    word = words[at]
-    if at and word in _COMMANDS:
-        return words[at - 1].rpartition("/")[2] == "trl"
-    return word.endswith(".py") or word == "$TRAIN_SCRIPT" or _MODULE.fullmatch(word) is not None
+    """Return whether a word is a Python file, a module that is no launcher, or a command of TRL."""
+    word, before = words[at], words[at - 1] if at else ""
+    if before and word in _COMMANDS:
+        return before.rpartition("/")[2] == "trl"
+    is_module = before == "-m" and not word.startswith(_LAUNCHERS)
+    return word.endswith(".py") or word == "$TRAIN_SCRIPT" or is_module or _MODULE.fullmatch(word) is not None
 
 
 def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -> tuple[Options, str, int | None]:

@@ -14,8 +14,9 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread, priced_as_even
 from autoplan.frameworks.common.option_table import Fields, read_fields
-from autoplan.frameworks.common.options import Argument, Options, parse_yaml, show
+from autoplan.frameworks.common.options import Argument, Options, Unknown, parse_yaml, show
 from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.maxtext.options import (
     ACCUMULATION,
     ATTENTION,
@@ -116,7 +117,8 @@ def _options(text: str, context: LaunchContext) -> Options:
                 why = f"{word.rpartition('/')[2]} is not beside this file: put it there"
                 missing.append(Unread(option=word, value="read by MaxText", why=why))
         elif (pair := _WORD.fullmatch(word)) is not None:
-            value = parse_yaml(f"{pair[1]}: {pair[2]}", word)[pair[1]]
+            text = pair[2]
+            value = Unknown(text) if is_open(text) else parse_yaml(f"{pair[1]}: {text}", word)[pair[1]]
             arguments.append(Argument(pair[1], pair[2], pair[1], value))
     return Options(arguments, remarks=missing)
 

@@ -53,6 +53,8 @@ def read(text: str, context: LaunchContext) -> Launch:
             before, words = started(script, _OTHER, context)
             program = _other_program(before)
         if words is None:
+            program, words = "a script that sources this one", _in_variables(script)
+        if words is None:
             raise InputError("no command of the script starts pretrain_gpt.py, or a program with options of its kind")
     else:
         before, words = (), tuple(word for command in script.commands for word in command.words)
@@ -82,8 +84,16 @@ def read(text: str, context: LaunchContext) -> Launch:
     return replace(launch, unread=(Unread(option="--attention-backend", value="not given", why=why), *launch.unread))
 
 
+def _in_variables(script: Script) -> tuple[str, ...] | None:
+    """Return the options in arrays of a script that another one sources; None if these hold no degrees."""
+    words = tuple(word for value in script.variables.values() if isinstance(value, list) for word in value)
+    return words if any(map(_DEGREES.fullmatch, words)) else None
+
+
 def _left_open(script: Script) -> str:
-    """Describe conditions that could not be decided, by the variables that they depend on."""
+    """Describe what could not be decided: conditions, by the variables that they depend on, and missing scripts."""
+    if script.missing:
+        return f"; the script sources {', '.join(script.missing[:2])[:150]}, not found beside it: put it there"
     names = dict.fromkeys(name for condition in script.open for name in re.findall(r"\$\{?(\w+)", condition))
     ways = ", ".join(f"--set {name}=VALUE" for name in list(names)[:MAX_NAMED])
     return f"; conditions of the script depend on variables that it does not set: pass {ways}" if ways else ""
