@@ -235,7 +235,7 @@ def trip(subject: Exported, to: str) -> Trip:
                 why = str(error)
     if launch is None:
         return Trip(outcome="wrong", why=f"not read: {why}")
-    if differing := different_axes(problem.model, plan, launch.plan):
+    if differing := different_axes(problem, plan, launch.plan):
         return Trip(outcome="wrong", why=f"other {', '.join(differing)}")
     in_words = dict(said_in_words(problem.training, launch.training, text))
     training = replace(launch.training, **{name: getattr(problem.training, name) for name in in_words})
@@ -268,17 +268,20 @@ def givens(subject: Exported, folder: Path, text: str) -> Iterator[LaunchContext
     yield replace(whole, variables=tuple((name, str(count)) for name, count in program.items()))
 
 
-def different_axes(model: ModelSpec, plan: ParallelPlan, other: ParallelPlan) -> list[str]:
+def different_axes(problem: Problem, plan: ParallelPlan, other: ParallelPlan) -> list[str]:
     """Return the axes that mean something in either of two plans and have unlike values."""
-    before, after = meant(model, plan), meant(model, other)
+    before, after = meant(problem, plan), meant(problem, other)
     return [axis for axis in {**before, **after} if before.get(axis) != after.get(axis)]
 
 
-def meant(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
+def meant(problem: Problem, plan: ParallelPlan) -> dict[str, Any]:
     """Return the values of the axes that mean something in a plan, in one form."""
+    model, rules = problem.model, problem.framework.rules
     axes = axes_of(model, plan) | {"precision": plan.precision, "dp": plan.dp}
     if axes.get("etp") == WITH_TP:
         axes["etp"] = plan.tp
+    if rules == "deepspeed" and plan.precision == Precision.FP16:  # whose gradients have 16 bits in any case
+        del axes["grad_dtype"]
     # Graphs of more that a model has not are the same graphs.
     if plan.cuda_graphs not in (CudaGraphs.NONE, CudaGraphs.FULL_ITERATION):
         axes["cuda_graphs"] = tuple(graph_scopes(plan.cuda_graphs, model))

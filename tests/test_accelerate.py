@@ -256,6 +256,7 @@ def test_a_config_with_deepspeed_is_the_configuration_that_accelerate_makes_of_i
         global_batch=64,
         grad_reduce_overlap=True,
         param_gather_overlap=True,
+        grad_dtype="bf16",
     )
     assert launch.framework == "deepspeed-zero"
     assert [item.option for item in launch.unread if item.matters] == []

@@ -35,9 +35,8 @@ MOE = replace(LLAMA_8B, name="moe", moe=Experts(num_experts=64, experts_per_toke
 
 def zero(model: ModelSpec = LLAMA_8B, seq_len: int = 4096, **plan: Any) -> PlanFile:
     sharding = plan.get("sharding", "zero2")
-    file = plan_file_of(
-        model, seq_len=seq_len, **{"sharding": sharding, "param_gather_overlap": sharding != "none", **plan}
-    )
+    usual = {"sharding": sharding, "param_gather_overlap": sharding != "none", "grad_dtype": "bf16"}
+    file = plan_file_of(model, seq_len=seq_len, **usual | plan)
     return replace(file, framework=ZERO)
 
 
@@ -55,6 +54,8 @@ PLANS: dict[str, PlanFile] = {
     "tensors in shards": zero(LLAMA_70B, sharding="zero3", tp=8, dp_shard=4),
     "ulysses": zero(sharding="zero3", cp=8, cp_kind="all_to_all", dp_shard=4, seq_len=65536, global_batch=64),
     "ulysses with copied keys": zero(sharding="zero3", cp=16, cp_kind="all_to_all", dp_shard=2),
+    "wide accumulators": zero(sharding="zero1", dp_shard=8, grad_dtype="fp32"),
+    "wide accumulators in shards": zero(sharding="zero3", dp_shard=8, grad_dtype="fp32"),
     "experts": zero(MOE, ep=8, dp_shard=16),
     "experts and tensors": zero(MOE, tp=2, ep=4, dp_shard=8),
     "experts in shards": zero(MOE, sharding="zero3", ep=16, dp_shard=32),
@@ -115,6 +116,7 @@ REFUSED: dict[str, tuple[PlanFile, str]] = {
     "sequence parallelism": (zero(tp=4, sp=True), "AutoTP keeps whole sequences"),
     "ring attention": (zero(cp=2), "cp_kind 'ring' does not exist"),
     "ulysses with tensors": (zero(tp=2, cp=2, cp_kind="all_to_all"), "Ulysses knows no tensor parallelism"),
+    "wide accumulators of copies": (zero(dp_shard=2, sharding="none", grad_dtype="fp32"), "gradients in fp32 without"),
     "offload without shards": (zero(dp_shard=2, sharding="none", offload="optimizer"), "needs ZeRO"),
     "fp8": (zero(dp_shard=2, precision="fp8"), "precision 'fp8' does not exist"),
     "gathering that waits": (zero(dp_shard=2, param_gather_overlap=False), "param_gather_overlap off with zero2"),
@@ -156,7 +158,8 @@ def plan_files(draw: st.DrawFn) -> PlanFile:
         global_batch=micro * dp * replicas * draw(st.integers(1, 20)),
         sharding=sharding,
         recompute=draw(st.sampled_from(["none", "full"])),
-        precision=draw(st.sampled_from(["bf16", "fp16"])),
+        precision=(precision := draw(st.sampled_from(["bf16", "fp16"]))),
+        grad_dtype=draw(st.sampled_from(["bf16", "fp32"])) if precision == "bf16" else "bf16",
         offload=draw(st.sampled_from(["none", "optimizer"])),
         tp_overlap=tp > 1 and draw(st.booleans()),
         grad_reduce_overlap=draw(st.booleans()),
@@ -285,7 +288,10 @@ def test_autotp_counts_its_ranks_as_replicas() -> None:
         ({"zero_optimization.offload_optimizer": {"device": "nvme"}}, "zero_optimization.offload_optimizer.device"),
         ({"optimizer.type": "Lamb"}, "optimizer.type"),
         ({"pipeline.stages": 4}, "pipeline.stages"),
-        ({"data_types.grad_accum_dtype": "fp32"}, "data_types"),
+        (
+            {"data_types.grad_accum_dtype": "fp32", "bf16": None, "fp16": {"enabled": True}},
+            "data_types.grad_accum_dtype",
+        ),
     ],
 )
 def test_what_is_not_priced_is_listed(changes: dict[str, Any], option: str) -> None:

@@ -30,6 +30,7 @@ from autoplan.cost.kernels.arithmetic import (  # noqa: E402
 from autoplan.cost.kernels.block_shapes import block_shapes  # noqa: E402
 from autoplan.cost.memory.parameters import unit_parameters  # noqa: E402
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes  # noqa: E402
+from autoplan.cost.memory.state_types import reduced_grad_bytes  # noqa: E402
 from autoplan.frameworks.presets import load_framework  # noqa: E402
 from autoplan.readers.cluster import load_cluster  # noqa: E402
 from autoplan.readers.finetuning import combined, load_finetuning  # noqa: E402
@@ -204,7 +205,7 @@ def test_gathers_are_of_all_weights_and_reductions_of_adapters() -> None:
     unit = sharded_states(problem, batch, unit_parameters(problem, batch, shape))
     weights, adapters = 3 * 256 * 704, 3 * 16 * (256 + 704)
     assert unit.gather.buffer_bytes == pytest.approx(0.5625 * weights + 2 * (256 + adapters))
-    assert unit.reduce.buffer_bytes == pytest.approx(problem.bytes_per_reduced_grad * adapters)
+    assert unit.reduce.buffer_bytes == pytest.approx(reduced_grad_bytes(problem, batch)[0] * adapters)
 
 
 def test_tensor_parallel_ranks_send_what_adapters_need_and_gather_inputs_once() -> None:
@@ -232,7 +233,7 @@ def test_a_frozen_model_in_four_bits_takes_two_thirds_of_a_gigabyte() -> None:
     memory = {}
     for tuning in (tuned, None):
         problem = _problem(model, tuning, "deepspeed-zero")
-        costs = estimate(problem, PlanBatch.of([ParallelPlan(global_batch=1, sharding="none")], 24))  # type: ignore[arg-type]
+        costs = estimate(problem, PlanBatch.of([ParallelPlan(global_batch=1, sharding="none", grad_dtype="bf16")], 24))  # type: ignore[arg-type]
         memory[tuning] = sum(float(costs.memory_terms_bytes[name][0]) for name in ("weights", "gradients", "optimizer"))
     # 4 bits, their scales of 1/16 byte a weight, and 16 bytes for every trained parameter.
     assert memory[tuned] == pytest.approx(0.5625 * count_parameters(model) + 16 * adapters, rel=0.01)

@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 
 from autoplan.base.errors import InputError
+from autoplan.cost.kernels.products import moved_per_accumulated_grad
+from autoplan.cost.memory.state_types import reduced_grad_bytes
 from autoplan.readers.cluster import load_cluster
-from autoplan.spec.enums import Precision
+from autoplan.spec.enums import GradType, Precision
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem, precisions_of
 from autoplan.spec.training import TrainingSpec
 from problems import problem_for
@@ -60,9 +63,23 @@ def test_fp32_is_of_the_built_in_trainer(framework: str) -> None:
         problem("h100-sxm", "fp32", framework)
 
 
-def test_accumulators_of_fp32_are_reduced_and_moved_as_they_are() -> None:
-    wide, narrow = (problem("a100-sxm", precision, "megatron-lm-2021") for precision in ("bf16", "fp16"))
-    assert (wide.bytes_per_reduced_grad, narrow.bytes_per_reduced_grad) == (4.0, 2.0)
-    assert (wide.bytes_moved_per_accumulated_grad, narrow.bytes_moved_per_accumulated_grad) == (10.0, 6.0)
-    assert problem("a100-sxm", "bf16", "megatron-lm-2022").bytes_moved_per_accumulated_grad == 0.0
-    assert problem("a100-sxm", "bf16", "internevo").bytes_per_reduced_grad == 2.0
+@pytest.mark.parametrize(
+    ("framework", "precision", "grad_dtype", "reduced", "moved"),
+    [
+        ("megatron-lm-2021", "bf16", "fp32", 4.0, 10.0),
+        ("megatron-lm-2021", "fp16", "fp32", 2.0, 6.0),
+        ("megatron-lm-2022", "bf16", "fp32", 4.0, 0.0),  # added up by the products
+        ("megatron-deepspeed", "bf16", "fp32", 4.0, 10.0),
+        ("deepspeed-zero", "bf16", "bf16", 2.0, 0.0),
+        ("deepspeed-zero", "bf16", "fp32", 2.0, 10.0),  # sent in bf16
+        ("internevo", "bf16", "fp32", 2.0, 6.0),
+    ],
+)
+def test_accumulators_of_fp32_are_moved_beside_gradients_and_sent_in_a_type_of_their_framework(
+    framework: str, precision: str, grad_dtype: str, reduced: float, moved: float
+) -> None:
+    of = problem("a100-sxm", precision, framework)
+    plan = ParallelPlan(global_batch=8, dp_shard=8, precision=Precision(precision), grad_dtype=GradType(grad_dtype))
+    batch = PlanBatch.of([plan], of.model.num_layers)
+    assert reduced_grad_bytes(of, batch)[0] == reduced
+    assert moved_per_accumulated_grad(of, batch)[0] == moved

@@ -197,11 +197,13 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
                 if not (
                     case[1].dropout
                     or case[1].offload_percent < 100
+                    or case[1].grad_dtype != "fp32"
                     or case[1].main_weights != "fp32"
                     or case[1].moment_dtype != "fp32"
                 )
             ),
             (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
+            (DENSE, plan_of(dp_shard=8, grad_dtype="bf16_main"), 4096, "grad_dtype 'bf16_main' does not exist"),
             (
                 DENSE,
                 plan_of(dp_shard=8, sharding="zero2", offload="optimizer", offload_percent=57),
@@ -222,7 +224,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
                 DENSE,
                 plan_of(dp_shard=8, main_weights="bf16", moment_dtype="bf16"),
                 4096,
-                "main_weights bf16 need precision bf16, ZeRO and an optimizer on the device",
+                "main_weights bf16 need precision bf16, ZeRO, an optimizer on the device and grad_dtype bf16",
             ),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
             (DENSE, plan_of(pp=2, schedule="gpipe"), 4096, "schedule 'gpipe' does not exist: use '1f1b'"),

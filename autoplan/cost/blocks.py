@@ -44,6 +44,7 @@ from autoplan.cost.kernels.measured_units import (
     shared_states,
 )
 from autoplan.cost.kernels.memory_bound import memory_bound_s
+from autoplan.cost.kernels.products import moved_per_accumulated_grad
 from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
 from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
@@ -353,7 +354,7 @@ def _work_terms(
     forward, backward = _pass_terms(parts, ep)
     # The time of a layer that was measured as a whole includes gradient accumulation.
     adds_apart = ~parts.is_whole & ~(framework.kernels.fuses_accumulation_in_pipelines & (batch.pp > 1))
-    accumulated = problem.bytes_moved_per_accumulated_grad * unit.trained_elements * adds_apart
+    accumulated = moved_per_accumulated_grad(problem, batch) * unit.trained_elements * adds_apart
     backward["memory_bound"] = backward["memory_bound"] + memory_bound_s(problem, accumulated) + copies.backward_s
     forward_s = add_up(forward.values())
     forward["memory_bound"] = forward["memory_bound"] + copies.forward_s  # not repeated by recomputation

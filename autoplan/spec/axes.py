@@ -284,7 +284,7 @@ AXES: tuple[Axis, ...] = (
           searched=(CudaGraphs.NONE, CudaGraphs.ATTENTION, CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION)),
     _word(name="grad_dtype",
           help="Accumulate and reduce gradients in fp32 or bf16; bf16_main: without an fp32 copy for the update.",
-          default=GradType.FP32, label="data type of the gradients", known_of=_MEGATRON, searched=tuple(GradType),
+          default=GradType.FP32, label="data type of the gradients", known_of=_WITH_DEEPSPEED, searched=tuple(GradType),
           exact=(), flag_default=None),
     _word(name="reduce_dtype",
           help="Communicate gradients in the framework's usual type, in fp32, or in 16 bits (half).",

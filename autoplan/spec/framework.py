@@ -30,7 +30,8 @@ class Memory:
 
     bytes_per_weight: float = 2.0  # the copy of the weights that the matrix products read
     bytes_per_grad: float = 4.0  # persistent gradient buffer
-    bytes_per_bf16_grad_accumulator: float = 0.0  # a second, fp32 buffer that bf16 runs keep beside a 16-bit one
+    # A second, fp32 buffer beside 16-bit gradients, in bf16 runs whose `grad_dtype` is fp32.
+    bytes_per_bf16_grad_accumulator: float = 0.0
     frees_accumulated_grads: bool = False  # or instead of it: 16-bit ones are given back as they are added to it
     bytes_per_bucket_grad: float = 0.0  # in buckets beside the gradients, where data-parallel ranks do not shard (DDP)
     bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
@@ -209,7 +210,8 @@ class Network:
     # gradients of weights.
     narrow_block_gathers: bool = False
     scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
-    bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire, where no wider accumulator is reduced
+    bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
+    reduces_accumulators: bool = False  # as they are, in fp32; else in the type of the gradients
     # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.
     reduce_bucket_bytes: float = 0.0
     zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated

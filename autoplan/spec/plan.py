@@ -68,7 +68,7 @@ _OPTION_WORDS: dict[str, dict[str, str]] = {
         CudaGraphs.LAYER: "CUDA graphs of layers",
         CudaGraphs.FULL_ITERATION: "one CUDA graph",
     },
-    "grad_dtype": {GradType.BF16: "bf16 gradients", GradType.BF16_MAIN: "bf16 main gradients"},
+    "grad_dtype": {GradType.BF16: "16-bit gradients", GradType.BF16_MAIN: "16-bit main gradients"},
     "reduce_dtype": {ReduceType.FP32: "gradients reduced in fp32", ReduceType.HALF: "gradients reduced in 16 bits"},
     "fp8_scaling": {
         Fp8Scaling.ROWWISE: "scales of rows",

@@ -183,25 +183,6 @@ class Problem:
         return not self.training.stores_scores and width <= widest
 
     @property
-    def bytes_per_reduced_grad(self) -> float:
-        """Per gradient element on the wire: accumulators of fp32 are reduced as they are.
-
-        Sources: Megatron-LM megatron/arguments.py, bf16 implies accumulate_allreduce_grads_in_fp32; DeepSpeed
-        runtime/bf16_optimizer.py get_grads_for_reduction and runtime/engine.py communication_data_type.
-        """
-        return max(self.framework.network.bytes_per_reduced_grad, self._bytes_per_accumulator)
-
-    @property
-    def bytes_moved_per_accumulated_grad(self) -> float:
-        """Per parameter and micro-batch: an fp32 accumulator is read and written instead of 16 bits."""
-        moved = self.framework.kernels.bytes_moved_per_accumulated_grad
-        return moved and moved + self._bytes_per_accumulator
-
-    @property
-    def _bytes_per_accumulator(self) -> float:
-        return 0.0 if self.training.precision == "fp16" else self.framework.memory.bytes_per_bf16_grad_accumulator
-
-    @property
     def workload(self) -> Workload:
         """Input of the rules beside a plan, for plans on all devices of the cluster."""
         return Workload(model=self.model, training=self.training, num_devices=self.cluster.num_devices)

@@ -21,6 +21,7 @@ from autoplan.cost.kernels.orthogonalise import orthogonalise_s
 from autoplan.cost.memory.allocator_cache import GRAD_BYTES
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.state_types import (
+    accumulates_whole,
     grad_bytes,
     parameters_on_host,
     reduced_grad_bytes,
@@ -90,7 +91,10 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
     buckets = _reduce_buckets(framework, dense)
     is_plain, is_zero1, is_zero2 = (kind == word.code for word in (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2))
     reduces_once = is_zero1 | (is_zero2 & (not framework.network.zero2_reduces_every_microbatch))
-    reduction: Operation = "all_reduce" if framework.network.zero1_grad_all_reduce else "reduce_scatter"
+    all_reduces = framework.network.zero1_grad_all_reduce
+    reduction: Operation = "all_reduce" if all_reduces else "reduce_scatter"
+    # A ring sends twice as much where every rank gets the whole sum.
+    sent = wire * np.where(accumulates_whole(problem, batch) & (not all_reduces), 2.0, 1.0)[:, None]
     element, narrow = problem.training.element_bytes, _gathered_bytes(problem, batch)[:, None]
     orthogonalises = TRAITS[problem.training.optimizer].orthogonalises
     momenta = GATHERED_MOMENTA_SHARE * (wire + narrow) if orthogonalises else 0.0 * narrow
@@ -108,8 +112,8 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
             "replicate", "all_reduce", groups.dense_copies, wire * dense / buckets, is_plain * buckets
         ),
         reduce_expert_copies=at_end("expert replicate", "all_reduce", groups.expert_copies, wire * expert, is_plain),
-        reduce=at_end("shard", reduction, groups.shard, wire * dense, reduces_once),
-        reduce_experts=at_end("expert shard", reduction, groups.expert_shard, wire * expert, reduces_once),
+        reduce=at_end("shard", reduction, groups.shard, sent * dense, reduces_once),
+        reduce_experts=at_end("expert shard", reduction, groups.expert_shard, sent * expert, reduces_once),
         # Replicas of a shard group reduce the shards that they have in common.
         reduce_across=at_end("replicate", "all_reduce", groups.replicate, wire * shard, ~is_plain),
         gather=at_end("shard", "all_gather", groups.shard, gathered, gathers),
@@ -221,7 +225,8 @@ def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s
 def _can_hide_reduction(problem: Problem, batch: PlanBatch) -> Bools:
     """Return whether the framework overlaps gradient reduction with the backward pass."""
     overlap = problem.framework.overlap
-    return np.where(batch.sharding == Sharding.NONE.code, overlap.grad_reduce_overlap, overlap.sharded_reduce_overlap)
+    sharded = overlap.sharded_reduce_overlap & ~accumulates_whole(problem, batch)
+    return np.where(batch.sharding == Sharding.NONE.code, overlap.grad_reduce_overlap, sharded)
 
 
 def _chunks(batch: PlanBatch) -> Ints:

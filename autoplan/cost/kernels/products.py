@@ -21,7 +21,7 @@ from autoplan.cost.kernels.sizes import (
     scales_rows,
     scales_tiles,
 )
-from autoplan.cost.memory.state_types import grad_bytes
+from autoplan.cost.memory.state_types import accumulator_bytes, grad_bytes
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.enums import Precision
 from autoplan.spec.operations import PRODUCTS
@@ -63,6 +63,7 @@ FP4_GEMM_SHARE = 0.80
 # Flexibility with NVIDIA cuBLAS 12.9"), where those with one scale take 1 / (2 x .96).  Blackwell runs them as MXFP8
 # (Transformer Engine, docs/features/low_precision_training/fp8_blockwise_scaling).
 BLOCKWISE_GEMM_SHARE = {"hopper": 1.75 / (2.0 * NARROW_GEMM_SHARE["hopper"])}
+MOVED_PER_HALF_SUM = 6.0  # bytes per element of a sum of 16-bit gradients: reads both, writes one
 NARROW_PEAK = {"fp8": "fp8", "mxfp8": "fp8", "nvfp4": "nvfp4"}
 
 
@@ -203,6 +204,18 @@ def _experts_s(problem: Problem, batch: PlanBatch, linear: Linear, rate: Floats,
         products_of(tokens, inputs, outputs),
         products_of(outputs, inputs, tokens) + grads_s,
     )
+
+
+def moved_per_accumulated_grad(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes moved per parameter to add a micro-batch's gradients to others, apart from the products: shape (plans).
+
+    Accumulators of fp32 are read and written instead of 16-bit ones, by the products themselves or, beside gradients
+    that stay, after them (DeepSpeed runtime/bf16_optimizer.py, _update_hp_grad).
+    """
+    framework, accumulator = problem.framework, accumulator_bytes(problem, batch)
+    moved = framework.kernels.bytes_moved_per_accumulated_grad
+    apart = moved if framework.memory.frees_accumulated_grads else max(moved, MOVED_PER_HALF_SUM)
+    return np.where(accumulator > 0.0, apart and apart + accumulator, moved)
 
 
 def _moved_per_grad(problem: Problem, batch: PlanBatch) -> Floats:

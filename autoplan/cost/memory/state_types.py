@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
-from autoplan.spec.enums import GradType, MainWeights, MomentType, Offload, ReduceType
+from autoplan.spec.enums import GradType, MainWeights, MomentType, Offload, Precision, ReduceType, Sharding
 from autoplan.spec.optimizers import ADAM_MOMENT_BYTES, TRAITS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -55,12 +55,28 @@ def weight_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return np.where(is_16_bit_throughout(problem, batch), HALF_BYTES, problem.framework.memory.bytes_per_weight)
 
 
-def _of_gradients(batch: PlanBatch, usual: float) -> Floats:
-    return np.where(batch.grad_dtype == GradType.FP32.code, usual, min(usual, HALF_BYTES))
+def accumulator_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+    """Return the bytes of an fp32 accumulator beside, or instead of, a 16-bit gradient; 0 where there is none."""
+    accumulates = (batch.grad_dtype == GradType.FP32.code) & (batch.precision != Precision.FP16.code)
+    return np.where(accumulates, problem.framework.memory.bytes_per_bf16_grad_accumulator, 0.0)
 
 
-def _of_reduction(batch: PlanBatch, usual: float) -> Floats:
-    by_choice = np.array([{ReduceType.FP32: WIDE_BYTES, ReduceType.HALF: HALF_BYTES}.get(w, usual) for w in ReduceType])
+def accumulates_whole(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which ZeRO-1 plans reduce accumulators beside gradients, all of them after the last pass.
+
+    Source: DeepSpeed runtime/bf16_optimizer.py, which an optimizer on the host does not take (runtime/engine.py).
+    """
+    is_zero1 = (batch.sharding == Sharding.ZERO1.code) & (share_on_host(batch) == 0.0)
+    beside = (accumulator_bytes(problem, batch) > 0.0) & (not problem.framework.memory.frees_accumulated_grads)
+    return np.asarray(is_zero1 & beside)
+
+
+def _of_gradients(batch: PlanBatch, usual: Floats | float) -> Floats:
+    return np.where(batch.grad_dtype == GradType.FP32.code, usual, np.minimum(usual, HALF_BYTES))
+
+
+def _of_reduction(batch: PlanBatch, usual: Floats | float) -> Floats:
+    by_choice = np.array([WIDE_BYTES if word == ReduceType.FP32 else HALF_BYTES for word in ReduceType])
     is_usual = batch.reduce_dtype == ReduceType.USUAL.code
     return np.where(is_usual, _of_gradients(batch, usual), by_choice[batch.reduce_dtype])
 
@@ -73,7 +89,9 @@ def grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def reduced_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of a gradient on the wire."""
-    return _of_reduction(batch, problem.bytes_per_reduced_grad)
+    network = problem.framework.network
+    accumulated = accumulator_bytes(problem, batch) * network.reduces_accumulators
+    return _of_reduction(batch, np.maximum(network.bytes_per_reduced_grad, accumulated))
 
 
 def whole_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -85,7 +103,8 @@ def update_copy_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of temporary copies in the optimizer step, per parameter that the rank updates."""
     usual = problem.framework.memory.bytes_per_update_copy
     copy_bytes = np.where(is_16_bit_throughout(problem, batch), usual / 2.0, usual)
-    return copy_bytes + np.where(batch.grad_dtype == GradType.BF16.code, WIDE_BYTES, 0.0)
+    is_copied = (batch.grad_dtype == GradType.BF16.code) & (problem.framework.memory.bytes_per_grad > HALF_BYTES)
+    return copy_bytes + np.where(is_copied, WIDE_BYTES, 0.0)
 
 
 def optimizer_bytes(problem: Problem, batch: PlanBatch) -> Floats:

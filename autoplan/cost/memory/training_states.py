@@ -14,6 +14,7 @@ from autoplan.cost.memory.parameters import (
     spread_bytes,
 )
 from autoplan.cost.memory.state_types import (
+    accumulator_bytes,
     grad_bytes,
     more_bytes_of_ends,
     optimizer_bytes,
@@ -50,12 +51,12 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     weights = weights + _narrow_weight_bytes(problem, batch, parameters)
     per_grad = grad_bytes(problem, batch)
     gradients = spread(per_grad, zero2)
-    accumulator = framework.memory.bytes_per_bf16_grad_accumulator
-    replaced = per_grad if framework.memory.frees_accumulated_grads else 0.0
-    gradients += spread(accumulator - replaced, zero2) * ~fp16[:, None]
+    accumulator, on_host = accumulator_bytes(problem, batch), share_on_host(batch)
+    # What is reduced, or copied to the host, is added to the accumulators and given back (DeepSpeed runtime/zero).
+    is_replaced = framework.memory.frees_accumulated_grads | zero2 | (on_host > 0.0)
+    gradients += spread(np.where(accumulator > 0.0, accumulator - per_grad * is_replaced, 0.0), zero2)
     buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
     gradients += spread(framework.memory.bytes_per_bucket_grad, zero1) * buckets[:, None]
-    on_host = share_on_host(batch)
     if framework.memory.offloads_grads:
         gradients *= (1.0 - on_host * zero3)[:, None]
     stays = ~parameters_on_host(batch)[:, None]

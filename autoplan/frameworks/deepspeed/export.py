@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from autoplan.base.errors import InputError
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
@@ -18,6 +19,7 @@ from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
 from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_lora_config
 from autoplan.frameworks.deepspeed.options import (
     ACCUMULATION,
+    ACCUMULATOR,
     CP,
     EP,
     MICRO_BATCH,
@@ -41,12 +43,17 @@ def deepspeed_config(plan_file: PlanFile, version: str) -> dict[str, Any]:
     """Return the configuration, without optimizer and learning rate, which the script sets."""
     model, plan = plan_file.model, plan_file.best.plan
     check_legal(RULES, model, plan_file.training, plan, "DeepSpeed does not support the plan")
-    check_limits(TARGET.at(version).limits, model, plan_file.training, plan, "DeepSpeed's configuration cannot express")
+    cannot = "DeepSpeed's configuration cannot express"
+    check_limits(TARGET.at(version).limits, model, plan_file.training, plan, cannot)
+    data_types = written((ACCUMULATOR,), plan_file)
+    if data_types and plan.sharding == "none":  # runtime/engine.py _do_optimizer_sanity_check
+        raise InputError(f"{cannot} gradients in fp32 without ZeRO: use zero1, or grad_dtype bf16")
     config: dict[str, Any] = {
         **written((TOTAL, MICRO_BATCH, ACCUMULATION), plan_file),
         plan.precision: {"enabled": True} | {key: value for key, value in written(STATES, plan_file).items() if value},
         "gradient_clipping": 1.0,
         **written((REDUCTION,), plan_file),
+        "data_types": data_types or None,
         "zero_optimization": written(ZERO, plan_file),
         "tensor_parallel": written((TP, TP_OVERLAP), plan_file) if plan.tp > 1 else None,
         **(written((CP,), plan_file) if plan.cp > 1 else {}),

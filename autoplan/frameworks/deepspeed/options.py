@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoplan.frameworks.common.option_table import Assumed, Constant, Option, Row, count, switch, word
-from autoplan.spec.enums import MainWeights, MomentType, Offload, ReduceType, Sharding
+from autoplan.spec.enums import GradType, MainWeights, MomentType, Offload, Precision, ReduceType, Sharding
 from autoplan.spec.plan_file import PlanFile
 
 BUCKET_ELEMENTS = 500_000_000  # bucket_gib of the presets, and DeepSpeed's default
@@ -56,6 +56,15 @@ STATES: tuple[Row, ...] = (
         "bf16_master_weights_and_grads", "main_weights", MainWeights.FP32, on=MainWeights.BF16, off=MainWeights.FP32
     ),
     switch("bf16_optimizer_states", "moment_dtype", MomentType.FP32, on=MomentType.BF16, off=MomentType.FP32),
+)
+# Section `data_types`; by default gradients are added up in the type of the model (runtime/engine.py).
+ACCUMULATOR = word(
+    "grad_accum_dtype",
+    "grad_dtype",
+    GradType.BF16,
+    dict.fromkeys(("fp32", "float32", "float", "torch.float32"), GradType.FP32)
+    | dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "half", "torch.float16"), GradType.BF16),
+    when=lambda file: file.best.plan.grad_dtype == GradType.FP32 and file.best.plan.precision == Precision.BF16,
 )
 # Section `zero_optimization`.
 SHARDING = word(

@@ -15,6 +15,7 @@ from autoplan.frameworks.common.option_table import Fields, read_fields, read_pe
 from autoplan.frameworks.common.options import Options, parse_json
 from autoplan.frameworks.deepspeed.options import (
     ACCUMULATION,
+    ACCUMULATOR,
     CP,
     EP,
     ETP,
@@ -28,7 +29,7 @@ from autoplan.frameworks.deepspeed.options import (
     TP_OVERLAP,
     ZERO,
 )
-from autoplan.spec.enums import ContextParallelKind, Offload, Precision, Recompute, Sharding
+from autoplan.spec.enums import ContextParallelKind, GradType, Offload, Precision, Recompute, Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
@@ -171,9 +172,12 @@ def _precision(options: Options) -> Precision:
 
 
 def _types(options: Options) -> Fields:
-    """Return the data types of main weights and moments, and of the communicated gradients."""
-    section = options.inside("bf16")
-    reduced = read_fields((REDUCTION,), options)
+    """Return the data types of main weights and moments, and of gradients, added up and communicated."""
+    section, data_types = options.inside("bf16"), options.inside("data_types")
+    reduced = read_fields((REDUCTION,), options) | read_fields((ACCUMULATOR,), data_types)
+    if reduced[ACCUMULATOR.field] == GradType.FP32 and not section.flag("enabled"):
+        data_types.remark(ACCUMULATOR.key, "gradients of fp16 runs are priced in 16 bits")
+        reduced[ACCUMULATOR.field] = GradType.BF16
     types = read_fields(STATES, section)
     masters, moments = (row.key for row in STATES)
     if section.flag(masters) != section.flag(moments):

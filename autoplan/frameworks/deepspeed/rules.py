@@ -11,7 +11,7 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import kv_groups
-from autoplan.spec.enums import ContextParallelKind, MainWeights, MomentType, Offload, Precision, Sharding
+from autoplan.spec.enums import ContextParallelKind, GradType, MainWeights, MomentType, Offload, Precision, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
 
@@ -54,12 +54,13 @@ def _sharded_experts(workload: Workload, batch: PlanBatch) -> Bools:
 
 def _narrow_states(workload: Workload, batch: PlanBatch) -> Bools:
     is_narrow = batch.main_weights == MainWeights.BF16.code
-    is_bf16 = batch.precision == Precision.BF16.code
+    is_bf16 = (batch.precision == Precision.BF16.code) & (batch.grad_dtype != GradType.FP32.code)
     return ~is_narrow | (is_bf16 & (batch.sharding != NONE) & (batch.offload == Offload.NONE.code))
 
 
 SUPPORTED = (
     SupportedWords(axis="main_weights", words=("fp32", "bf16"), source="runtime/precision_config.py"),
+    SupportedWords(axis="grad_dtype", words=("bf16", "fp32"), source=f"{_ENGINE} get_data_types"),
     SupportedWords(axis="moment_dtype", words=("fp32", "bf16"), source="runtime/precision_config.py"),
     SupportedWords(axis="reduce_dtype", words=("usual", "fp32"), source=f"{_ENGINE} communication_data_type"),
     SupportedWords(axis="schedule", words=("1f1b",), source=f"{_PIPE}/schedule.py:189"),
@@ -70,7 +71,7 @@ SUPPORTED = (
     SupportedWords(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
 )
 
-EXTRAS = ("dropout", "main_weights", "moment_dtype", "offload_percent", "reduce_dtype")
+EXTRAS = ("dropout", "grad_dtype", "main_weights", "moment_dtype", "offload_percent", "reduce_dtype")
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
@@ -157,8 +158,8 @@ RULES: tuple[Rule, ...] = (
         source="runtime/config.py _do_error_check",
         holds=_narrow_states,
         text=lambda s, p: (
-            f"main_weights bf16 need precision bf16, ZeRO and an optimizer on the device, they are {p.precision}, "
-            f"{p.sharding} and offload {p.offload}: use fp32"
+            f"main_weights bf16 need precision bf16, ZeRO, an optimizer on the device and grad_dtype bf16, they are "
+            f"{p.precision}, {p.sharding}, offload {p.offload} and {p.grad_dtype}: use fp32"
         ),
     ),
 )
