@@ -115,6 +115,8 @@ def tokens_of(text: str) -> list[Token]:
         else:
             start, at = at, _word_end(text, at)
             raw = text[start:at]
+            if not re.search(r"['\"]", raw):
+                raw = _PLACEHOLDER.sub(r"'\g<0>'", raw)  # whose blanks part no words
             if (match := ASSIGNMENT.fullmatch(raw)) and text.startswith("(", at):
                 items, at = _array(text, at + 1)
                 tokens.append(Token("array", match[1] + match[3], items))
