@@ -155,7 +155,8 @@ def _kept_state_bytes(problem: Problem, batch: PlanBatch, parameters: StageParam
     """Bytes of weights, gradients and optimizer of parameters in columns: shape (plans, columns)."""
     weights, gradients, optimizer = states(problem, batch, parameters, process_groups(batch))
     memory = problem.framework.memory
-    state_bytes = weights + optimizer + (0.0 if memory.fsdp2_states or memory.is_planned_ahead else gradients)
+    is_of_part = memory.fsdp2_states or memory.is_planned_ahead or memory.drops_grads
+    state_bytes = weights + optimizer + (0.0 if is_of_part else gradients)
     return memory.reserved_factor * state_bytes
 
 

@@ -191,8 +191,13 @@ def test_fused_experts_beside_others_keep_their_price() -> None:
     assert together == pytest.approx(alone, rel=1e-12)
 
 
+# Steps of one micro-batch, in which no gradients are alive beside all activations.
+DROPPED_GRADIENTS = make(DENSE, "mi300x:1x8", "transformers", (8,), 2048, False)
+
+
 @settings(max_examples=8, deadline=None)
 @given(problems, st.integers(0, 2**16))
+@example(DROPPED_GRADIENTS, 0)
 def test_no_plan_beats_its_bounds(made: tuple[Problem, Space], seed: int) -> None:
     problem, space = made
     plans, bound, least = some_plans(problem, space, 150, seed)
