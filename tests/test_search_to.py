@@ -14,7 +14,7 @@ from autoplan.api.plan_files import make_plan_file
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.rules import broken
-from autoplan.frameworks.registry import TARGETS, facts_of, rules_for
+from autoplan.frameworks.registry import TARGETS, facts_of, rules_for, usual_target
 from autoplan.launch.targets import job_of
 from autoplan.search.study import search
 from autoplan.spec.plan import ParallelPlan
@@ -108,3 +108,11 @@ def test_a_target_of_another_framework_is_refused() -> None:
             to="torchtitan",
             framework="megatron-core",
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "usual"),
+    [("trl", "hf-trainer"), ("nemo-automodel", "automodel"), ("megatron-core@0.14", "megatron-lm@0.14"), ("x", "x")],
+)
+def test_a_target_may_be_called_as_its_facts_or_a_program_that_it_starts(name: str, usual: str) -> None:
+    assert usual_target(name) == usual

@@ -15,7 +15,7 @@ from autoplan.base.units import check_count, check_positive
 from autoplan.base.values import parse_batches, parse_size
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks import presets
-from autoplan.frameworks.registry import book_of, facts_of, find_target, rules_for, target_called
+from autoplan.frameworks.registry import book_of, facts_of, find_target, rules_for, target_called, usual_target
 from autoplan.readers.calibration import built_in_calibration, load_calibration
 from autoplan.readers.finetuning import combined, optimizer_named, optimizer_of, preference_of
 from autoplan.readers.lengths import load_lengths
@@ -371,9 +371,10 @@ def space_flags(
 def priced_target(to: str | None, options: ProblemOptions) -> str | None:
     """Return the target of export that a search is for; `options` that name no framework get that of the target."""
     to = to or target_called(options.get("framework"))
-    if to is not None:
-        options.setdefault("framework", facts_of(find_target(to).name))
-    return to
+    if to is None:
+        return None
+    options.setdefault("framework", facts_of(find_target(to).name))
+    return usual_target(to)
 
 
 def space_of(problem: Problem, flags: SpaceFlags) -> Space:

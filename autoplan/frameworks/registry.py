@@ -42,7 +42,7 @@ class Entry:
     """Folder of a framework: the name of its rules in facts, its export target, and the id of the facts for planning.
 
     `logs` are the frameworks that may write the log of a launch file for the target, if not every framework may.
-    `distributions` are the names of the Python distributions that install it.
+    `distributions` are the names of the Python distributions that install it; `also` names programs that it starts.
     """
 
     folder: str
@@ -50,6 +50,7 @@ class Entry:
     target: str = ""
     facts: str = ""
     logs: tuple[str, ...] = ()
+    also: tuple[str, ...] = ()
     distributions: Mapping[str, str] = field(default_factory=dict)
 
     def has(self, module: str) -> bool:
@@ -74,7 +75,8 @@ FRAMEWORKS = (  # in the order in which they are tried for a log
     Entry(folder="fsdp2", rules="fsdp2", target="fsdp2", facts="pytorch-fsdp"),
     Entry(folder="accelerate", rules="accelerate", target="accelerate", facts="pytorch-fsdp",
           logs=("HF Trainer", "DeepSpeed"), distributions={"accelerate": "accelerate"}),
-    Entry(folder="hf_trainer", target="hf-trainer", facts="transformers", logs=("HF Trainer", "DeepSpeed")),
+    Entry(folder="hf_trainer", target="hf-trainer", facts="transformers", logs=("HF Trainer", "DeepSpeed"),
+          also=("trl",)),
     Entry(folder="llama_factory", target="llama-factory", facts="transformers", logs=("HF Trainer", "DeepSpeed")),
     Entry(folder="axolotl", target="axolotl", facts="transformers", logs=("HF Trainer", "DeepSpeed")),
     Entry(folder="ms_swift", target="ms-swift", facts="megatron-core"),
@@ -175,12 +177,19 @@ def target_called(framework: object) -> str | None:
     return name if name is not None and target_of(facts_of(name)) != name else None
 
 
+def usual_target(to: str) -> str:
+    """Return NAME or NAME@VERSION with the target's own name for that of its facts or of a program that it starts."""
+    name, at, version = to.partition("@")
+    known = (entry.target for entry in _EXPORTED if name in (entry.facts, *entry.also))
+    return (name if name in TARGETS else next(known, name)) + at + version
+
+
 def find_target(to: str, framework: Framework | None = None) -> Target:
-    """Return the target NAME in its default version, or NAME@VERSION.
+    """Return the target NAME in its default version, or NAME@VERSION; the name may be any of `usual_target`.
 
     Raises InputError with the known targets, or if the target does not run plans of `framework`.
     """
-    name, at, version = to.partition("@")
+    name, at, version = usual_target(to).partition("@")
     if name not in TARGETS:
         close = close_names(name, TARGETS)
         meant = f"did you mean {', '.join(close)}? " * bool(close)
@@ -207,8 +216,9 @@ def facts_files() -> dict[str, Path]:
 
 
 def names_of(facts: str) -> tuple[str, ...]:
-    """Return the names of a framework: the id of its facts, and the targets planned with these facts."""
-    return (facts, *(entry.target for entry in FRAMEWORKS if entry.facts == facts and entry.target not in ("", facts)))
+    """Return the names of a framework: the id of its facts, the targets planned with them, and programs these start."""
+    names = (name for entry in FRAMEWORKS if entry.facts == facts for name in (entry.target, *entry.also))
+    return (facts, *(name for name in names if name not in ("", facts)))
 
 
 def versions_of(facts: str) -> dict[str, str]:
