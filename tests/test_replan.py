@@ -77,6 +77,17 @@ def test_the_same_layout_keeps_all_but_the_replicas(before: PlanResult) -> None:
     assert again.step_s < same.step_s
 
 
+def test_the_batch_of_every_virtual_node_stays_as_devices_go() -> None:
+    """S57: 2,048 samples of 32 virtual nodes, by gradient accumulation on fewer devices (VirtualFlow)."""
+    plan = {"micro_batch": 64, "sharding": "zero1"}
+    before = autoplan.estimate("qwen3-0.6b", cluster="a100-sxm:4x8", global_batch=2048, seq_len=128, plan=plan)
+    for devices in (16, 8, 4):
+        same = autoplan.replan(before, devices=devices).summary.same_layout
+        assert same is not None
+        found = same.plan
+        assert (found.global_batch, found.dp * found.num_microbatches, found.micro_batch) == (2048, 32, 64)
+
+
 def test_named_nodes_are_left_out_by_name(named: PlanResult) -> None:
     found = autoplan.replan(named, without=["b"])
     assert [name for group in found.plan.problem.cluster.nodes for name in group.names] == ["a", "c", "d"]
@@ -106,7 +117,9 @@ def test_a_store_says_how_long_and_how_often(before: PlanResult) -> None:
         ({"nodes": 4}, "--nodes 4: the plan runs on 4"),
         ({"nodes": 0}, "--nodes 0"),
         ({"without": ["x"]}, "does not name its nodes"),
-        ({"nodes": 2, "without": ["x"]}, "leave one of them out"),
+        ({"nodes": 2, "without": ["x"]}, "leave all but one of them out"),
+        ({"devices": 32}, "--gpus 32: the plan runs on 32"),
+        ({"devices": 12}, "do not fill whole nodes"),
         ({"nodes": 2, "storage_bytes_per_s": -1.0}, "storage_bytes_per_s"),
     ],
 )

@@ -20,6 +20,7 @@ from autoplan.cost.goodput import usable_share
 from autoplan.cost.input_rate import with_input
 from autoplan.cost.memory.stage_memory import checkpoint_bytes
 from autoplan.frameworks.common.rules import legal
+from autoplan.readers.cluster import of_size
 from autoplan.search.ranking import ranked
 from autoplan.search.sizes import size_grid
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -78,6 +79,7 @@ def replan(
     *,
     nodes: int | None = None,
     without: Iterable[str] = (),
+    devices: int | None = None,
     storage_bytes_per_s: float | None = None,
     run: RunOptions | None = None,
     db: str | None = None,
@@ -85,10 +87,10 @@ def replan(
 ) -> ReplanResult:
     """Return the best plan on the rest of a plan's cluster, with the same batch, and the cost of switching to it.
 
-    `plan` is a result or the path of a plan file.  The rest is a number of `nodes`, or the named nodes of the cluster
-    file `without` some of them.  The limits of the original search still apply.  A batch divides well over few node
-    counts, so unnamed nodes may be left idle.  `storage_bytes_per_s` is the rate at which all ranks together read and
-    write checkpoints; `run` has the failure rate of devices.
+    `plan` is a result or the path of a plan file.  The rest is a number of `nodes` or `devices`, or the named nodes of
+    the cluster file `without` some of them.  The limits of the original search still apply.  A batch divides well over
+    few node counts, so unnamed nodes may be left idle.  `storage_bytes_per_s` is the rate at which all ranks together
+    read and write checkpoints; `run` has the failure rate of devices.
 
     Raises InputError for arguments that cannot be used, NoPlanError if the rest has no plan.
     """
@@ -97,7 +99,7 @@ def replan(
     before = plan if isinstance(plan, PlanResult) else load_plan(plan, db=db)
     if storage_bytes_per_s is not None:
         check_positive("storage_bytes_per_s", storage_bytes_per_s)
-    problem = replace(before.problem, cluster=_remaining_nodes(before.problem.cluster, nodes, tuple(without)))
+    problem = replace(before.problem, cluster=_rest(before.problem.cluster, nodes, tuple(without), devices))
     best = before.file.best
     flags = replace(before.file.space or SpaceFlags(global_batch=""), global_batch=str(best.plan.global_batch))
     options: RunOptions = {**(run or {}), "objectives": ["step-time"], "nodes": _sizes(problem.cluster)}
@@ -142,18 +144,20 @@ def _usable(before: ClusterSpec, left: ClusterSpec, group: int) -> float:
     return usable_share(before.num_devices, lost, radius)
 
 
-def _remaining_nodes(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...]) -> ClusterSpec:
-    if (nodes is None) == (not without):
-        way_out = "leave one of them out" if without else "give one of them"
-        raise InputError(f"--nodes says how many nodes are left, --without which ones are lost: {way_out}")
+def _rest(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...], devices: int | None) -> ClusterSpec:
+    """Return what is left of a cluster, by one of three descriptions."""
+    if (num_given := (nodes is not None) + bool(without) + (devices is not None)) != 1:
+        way_out = "give one of them" if not num_given else "leave all but one of them out"
+        raise InputError(f"--nodes and --gpus say how many are left, --without which nodes are lost: {way_out}")
+    for flag, left, total in (("--nodes", nodes, cluster.num_nodes), ("--gpus", devices, cluster.num_devices)):
+        if left is not None and not 1 <= left < total:
+            raise InputError(f"{flag} {left}: the plan runs on {total}: must be from 1 to {total - 1}")
+    if not without and cluster.nodes:
+        raise InputError(f"{cluster.name} names its nodes: list the lost ones with --without")
     if nodes is not None:
-        if not 1 <= nodes < cluster.num_nodes:
-            raise InputError(
-                f"--nodes {nodes}: the plan runs on {cluster.num_nodes}: must be from 1 to {cluster.num_nodes - 1}"
-            )
-        if cluster.nodes:
-            raise InputError(f"{cluster.name} names its nodes: list the lost ones with --without")
         return replace(cluster, num_nodes=nodes)
+    if devices is not None:
+        return of_size(cluster, devices)
     host_names = [name for group in cluster.nodes for name in group.names]
     if not host_names:
         raise InputError(f"{cluster.name} does not name its nodes: give the number of nodes left with --nodes")

@@ -29,6 +29,9 @@ def replan(
     without: Annotated[
         list[str] | None, typer.Option(metavar="NODE[,...]", help="Names of the lost nodes (repeatable).")
     ] = None,
+    num_devices: Annotated[
+        int | None, whole_number("--gpus", "N", "Number of devices left: whole nodes, or a part of one.")
+    ] = None,
     checkpoint_rate: Annotated[
         str | None,
         typer.Option(
@@ -54,6 +57,7 @@ def replan(
             plan,
             nodes=num_nodes,
             without=[name.strip() for names in without or () for name in names.split(",") if name.strip()],
+            devices=num_devices,
             storage_bytes_per_s=rate,
             run=run,
             db=whole_url(context, url),
