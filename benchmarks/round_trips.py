@@ -315,6 +315,8 @@ def said_in_words(training: TrainingSpec, read: TrainingSpec, text: str) -> Iter
 def price_ratios(subject: Exported, launch: Launch) -> tuple[float, float]:
     """Step time and memory of what was read, over those of what was exported."""
     problem = replace(subject.problem, model=launch.model, training=launch.training)
+    if (problem, launch.plan) == (subject.problem, subject.plan):
+        return 1.0, 1.0
     costs = estimate(problem, PlanBatch.of([launch.plan], launch.model.num_layers))
     best = subject.file.best
     return float(costs.step_s[0]) / best.step_s, float(costs.memory_bytes[0]) / best.memory_bytes

@@ -14,7 +14,7 @@ import pytest
 from autoplan.base.errors import InputError
 from autoplan.cli.predict import predict as command
 from autoplan.cost.spreads import NORMAL_90, general_spreads
-from autoplan.runs.predictions import COLUMNS, predict, prediction_table
+from autoplan.runs.predictions import COLUMNS, Prediction, predict, predict_all, prediction_table
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.estimate import VERDICTS
 
@@ -522,30 +522,41 @@ def test_the_prediction_table_has_the_columns_that_a_scorer_reads(tmp_path: Path
     assert row["verdict"] in VERDICTS
 
 
+@pytest.fixture(scope="module")
 def measured_rows() -> list[dict[str, str]]:
     if not SHARED.is_file():
         pytest.skip(f"{SHARED.name} is not beside the project")
     with SHARED.open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
-    return random.Random(1).sample(rows, 300)
+    return random.Random(1).sample(rows, 200)
 
 
-def test_predictions_are_blind_to_answers_and_to_the_order_of_rows(tmp_path: Path) -> None:
-    rows = measured_rows()
-    seen = {prediction.id: prediction for prediction in map(predict, runs_of(tmp_path, *rows))}
+@pytest.fixture(scope="module")
+def predicted(measured_rows: list[dict[str, str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Prediction]:
+    """The predictions of measured runs, by id."""
+    runs = runs_of(tmp_path_factory.mktemp("runs"), *measured_rows)
+    return {prediction.id: prediction for prediction in predict_all(runs)}
+
+
+def test_predictions_are_blind_to_answers_and_to_the_order_of_rows(
+    measured_rows: list[dict[str, str]], predicted: dict[str, Prediction], tmp_path: Path
+) -> None:
+    rows = measured_rows
     blank = [{**row, **dict.fromkeys(ANSWERS, ""), "id": f"x{at}"} for at, row in enumerate(rows)]
     random.Random(2).shuffle(blank)
-    for prediction in map(predict, runs_of(tmp_path, *blank)):
-        original = seen[rows[int(prediction.id[1:])]["id"]]
+    for prediction in predict_all(runs_of(tmp_path, *blank)):
+        original = predicted[rows[int(prediction.id[1:])]["id"]]
         assert prediction.step_time_s == original.step_time_s
         assert prediction.step_time_high_s == original.step_time_high_s
         assert prediction.peak_memory_gib == original.peak_memory_gib
         assert (prediction.verdict, prediction.note) == (original.verdict, original.note)
 
 
-def test_nearly_every_finished_run_is_priced(tmp_path: Path) -> None:
-    finished = [row for row in measured_rows() if row["status"] == "ok" and row["step_time_s"]]
-    priced = [predict(run).step_time_s is not None for run in runs_of(tmp_path, *finished)]
+def test_nearly_every_finished_run_is_priced(
+    measured_rows: list[dict[str, str]], predicted: dict[str, Prediction]
+) -> None:
+    finished = [row["id"] for row in measured_rows if row["status"] == "ok" and row["step_time_s"]]
+    priced = [predicted[run_id].step_time_s is not None for run_id in finished]
     assert sum(priced) / len(priced) >= 0.95
 
 

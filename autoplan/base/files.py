@@ -23,6 +23,7 @@ from autoplan.base.errors import InputError, OutOfRangeError
 from autoplan.base.units import file_keys, file_units, listed
 
 T = TypeVar("T")
+_hints = cache(typing.get_type_hints)  # evaluates every annotation anew
 
 # Far above any hand-written configuration; a weight file given by mistake is not read into memory.
 MAX_BYTES = 8 * 2**20
@@ -139,7 +140,7 @@ def _words_at(kind: type, path: str) -> tuple[str, ...]:
     annotation: Any = kind
     for name in re.sub(r"\[.*?\]", "", path).split(".")[1:]:
         inner, _ = _dataclass_inside(annotation)
-        annotation = typing.get_type_hints(inner).get(name) if inner else None
+        annotation = _hints(inner).get(name) if inner else None
     while annotation is not None and typing.get_origin(annotation) is not typing.Literal:
         if isinstance(annotation, type) and issubclass(annotation, StrEnum):
             return tuple(annotation)
@@ -194,7 +195,7 @@ def to_fields(
     without a default.  `written` collects, by the place of a converted field, its key in the file and the factor of
     that key's unit.
     """
-    hints = typing.get_type_hints(kind)
+    hints = _hints(kind)
     fields: dict[str, Any] = {}
     unknown: list[str] = []
     written = {} if written is None else written
