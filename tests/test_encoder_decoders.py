@@ -171,7 +171,7 @@ def test_bytes_kept_by_a_decoder_layer_are_those_of_torch() -> None:
 
 
 def test_bytes_kept_by_a_layer_of_merged_attention_are_those_of_torch() -> None:
-    """Two pairs of 512 and 256 tokens, all but the scores; torch keeps no output of the norms behind the blocks."""
+    """Two pairs of 512 and 256 tokens, all but the scores."""
     torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model, spec = _built("t5gemma2", SMALL_T5GEMMA2)
     layer = model.to(torch.bfloat16).train().model.decoder.layers[0]
@@ -187,7 +187,7 @@ def test_bytes_kept_by_a_layer_of_merged_attention_are_those_of_torch() -> None:
         float(whole_bytes(activation_parts(problem, batch, block, shape))[0])
         for block, shape in layer_shapes(spec).items()
     )
-    assert ours == pytest.approx(sum(sizes.values()), rel=0.04)
+    assert ours == pytest.approx(sum(sizes.values()), rel=0.01)
 
 
 def _step(problem: Problem, plan: ParallelPlan) -> tuple[float, float]:

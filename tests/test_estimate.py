@@ -17,6 +17,7 @@ from autoplan.cost.block_cost import BlockCost
 from autoplan.cost.blocks import block_costs
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.kernels.attention import DROPOUT_ATTENTION_TIME
+from autoplan.cost.kernels.memory_bound import OP_BY_OP_SHARE
 from autoplan.cost.kernels.products import gemm_rate, gemm_s
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS
 from autoplan.cost.network.algorithms import ProcessGroup, collective_s
@@ -1066,6 +1067,18 @@ def test_a_squared_relu_without_a_kernel_of_its_own_moves_more() -> None:
     eager = PLAIN.changed(fused_squared_relu=False)
     fused_s, eager_s = (terms_of(problem_of(model, framework=one), single())["memory_bound"] for one in (PLAIN, eager))
     assert eager_s - fused_s == pytest.approx(moved_s(18.0 * 8 * 2048 * 4096))
+
+
+def test_a_gelu_of_many_operations_moves_what_each_reads_and_writes() -> None:
+    gelu = dataclasses.replace(DENSE, gated_mlp=False)
+    eager = PLAIN.changed(fused_activation=False)
+    once_s, more_s = (
+        terms_of(problem_of(model, framework=eager), single())["memory_bound"]
+        for model in (gelu, dataclasses.replace(gelu, activation_tensors=4))
+    )
+    device = problem_of().cluster.device
+    slower = device.memory_efficiency / OP_BY_OP_SHARE.get(device.generation, device.memory_efficiency)
+    assert more_s - once_s == pytest.approx(slower * moved_s((36 + 56 - 4 - 6) * 8 * 2048 * 4096))
 
 
 @pytest.mark.parametrize("sp", [False, True])

@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
 # Norms of each make, of queries and keys too; layer norms; gates and none; convolutions; one bidirectional.
 KINDS = (
     *("llama", "qwen2", "qwen3", "gemma", "olmo2", "glm4", "ernie4_5", "smollm3", "granite"),
-    *("hunyuan_v1_dense", "arcee", "jais2", "starcoder2", "gpt_bigcode", "bert", "lfm2"),
+    *("hunyuan_v1_dense", "arcee", "jais2", "starcoder2", "gpt_bigcode", "bert", "lfm2", "gemma3_text"),
 )
 
 
@@ -59,7 +59,8 @@ def test_two_more_layers_keep_what_is_said(kind: str) -> None:
     assert ours[1] - ours[0] == pytest.approx(theirs[1] - theirs[0], rel=0.05)
 
 
-def test_a_layer_of_t5_keeps_what_is_said() -> None:
+@pytest.mark.parametrize("activation", ["relu", "gated-silu", "gated-gelu"])
+def test_a_layer_of_t5_keeps_what_is_said(activation: str) -> None:
     """Scores in 16 bits, written out; norms keep their input beside an fp32 copy."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     sizes = {
@@ -69,7 +70,7 @@ def test_a_layer_of_t5_keeps_what_is_said() -> None:
         "num_heads": 4,
         "num_layers": 2,
         "dropout_rate": 0.0,
-        "feed_forward_proj": "gated-silu",
+        "feed_forward_proj": activation,
     }
     config = transformers.AutoConfig.for_model("t5", attn_implementation="eager", vocab_size=512, **sizes)
     spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), "t5")

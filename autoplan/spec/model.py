@@ -295,6 +295,8 @@ class ModelSpec:
     head_transform: bool = False  # a square matrix with a bias, and a norm, in front of the head (BERT)
     head_bias: bool = False
     activation_parameters: int = 0  # trained numbers of each MLP's activation (xIELU)
+    # As wide as an MLP that its activation keeps without a kernel of its own, beside its output: none of a ReLU.
+    activation_tensors: int = 1
     # relative: a bias of attention by distance, from a table as wide as the heads
     position_embedding: Literal["rope", "learned", "relative", "alibi", "none"] = "rope"
     relative_in_layers: bool = False  # every layer has such a table of its own
@@ -366,6 +368,7 @@ class ModelSpec:
         check_count("short_conv_gates", self.short_conv_gates, at_least=0, at_most=10)
         check_count("attention_streams", self.attention_streams, at_most=2)
         check_count("token_types", self.token_types, at_least=0, at_most=10**4)
+        check_count("activation_tensors", self.activation_tensors, at_least=0, at_most=20)
         check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
         if self.bidirectional and (self.linear_attention or "M" in (self.layer_pattern or "")):
             raise InputError("bidirectional attention goes with neither linear_attention nor M in layer_pattern")

@@ -72,6 +72,10 @@ EXPERT_BIAS_BYTES = (28.0, 40.0)
 # Casts of SwiGLU's input to 8 bits and back by kernels of torch, as bytes of each pass per token and element of the
 # MLP's width: gate and up in 16 and in 8 bits (core/fusions/fused_bias_swiglu.py, SwiGLUFunction).
 STORED_CAST_BYTES = 6.0
+# Activations of several torch operations, as bytes of each pass per element and tensor that they keep beyond those of
+# one kernel.  Counted from transformers' NewGELUActivation, which keeps 3 more: 8 kernels forward move 36 bytes, 13
+# backward 56.
+ACTIVATION_STEP_BYTES = (32 / 3, 50 / 3)
 # Share of the memory bandwidth that torch kernels reach, eager or compiled: forward RMSNorms of 64 to 268 MB .65-.87
 # on H200, .47-.76 on GB200 and GB300, where cuDNN's reach .69-.80 and .73-.81 (NVIDIA/cudnn-frontend 3929da2,
 # benchmark/norms/results).
@@ -163,6 +167,8 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
         read, backward_read = _activation_bytes(problem)
         width = all_widths = tokens * _ffn_size(problem, block) / batch.tp
         moved["activation"] = Traffic(read * width, backward_read * width)
+        if (steps := model.activation_tensors - 1) > 0 and not problem.framework.kernels.fused_activation:
+            moved["activation_steps"] = Traffic(*(pass_bytes * steps * width for pass_bytes in ACTIVATION_STEP_BYTES))
         if block is Block.MOE and model.moe:
             moe = model.moe
             width = sliced * moe.experts_per_token * moe.expert_ffn_size
@@ -192,7 +198,9 @@ def _kernel_factors(problem: Problem, batch: PlanBatch, names: Iterable[str]) ->
     slower = problem.device.memory_efficiency / OP_BY_OP_SHARE.get(
         problem.device.generation, problem.device.memory_efficiency
     )
-    factors |= dict.fromkeys(factors.keys() & {"expert_limits", "expert_biases", "stored_cast"}, slower)
+    factors |= dict.fromkeys(
+        factors.keys() & {"activation_steps", "expert_limits", "expert_biases", "stored_cast"}, slower
+    )
     if "permute" in factors:
         # In one kernel of the dispatcher, or in several.
         apart = usual * problem.framework.kernels.permute_bytes_factor

@@ -77,6 +77,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         return _product_parts(problem, batch, block, shape)
     sliced = norm_tokens(problem, batch) * model.hidden_size
     normed = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))
+    normed -= (model.norms_per_block - 1) * element  # a sum, which reads that of the norm behind a block, keeps nothing
     norm = normed + np.where(batch.dropout, 1.0, 0.0)  # one byte for a mask
     if block in ATTENTION_BLOCKS:
         parts = _attention_parts(problem, batch, block, shape)
@@ -280,15 +281,20 @@ def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floa
 def _bytes_per_width(
     problem: Problem, batch: PlanBatch, *, keeps_input: bool = True, is_checkpointed: Bools | bool = False
 ) -> Floats:
-    """Bytes of fc1's output (gate and up) and of fc2's input; an eager SwiGLU also stores the gated half.
+    """Bytes of fc1's output (gate and up) and of fc2's input; an eager activation also stores its steps.
 
     fc2's input is stored for the gradient of its weights or adapter, `keeps_input`.  A checkpoint of the activation
     stores its input as it is, whatever the activation would store.
     """
-    gated = 2 if problem.framework.kernels.fused_activation else 3
-    element = problem.training.element_bytes
+    model, is_fused, element = problem.model, problem.framework.kernels.fused_activation, problem.training.element_bytes
+    tensors = min(model.activation_tensors, 1) if is_fused else model.activation_tensors
     stored = np.where(batch.fp8_activation_input & ~np.asarray(is_checkpointed), NARROW_BYTES["fp8"], element)
-    return (gated if problem.model.gated_mlp else 1) * stored + keeps_input * input_bytes(problem, batch)
+    copy = input_bytes(problem, batch)
+    if model.gated_mlp:
+        tensors = 2 if is_fused else 2 + tensors
+    elif not tensors:  # what it keeps is the input of fc2
+        tensors, copy = 1, np.where(copy < element, copy, 0.0)
+    return tensors * stored + keeps_input * copy
 
 
 def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
