@@ -25,6 +25,7 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from damage import damaged
 from framework_parsers import ask
+from read_back import matters
 from test_megatron_lm_export import DEEPSEEK, LLAMA_8B, plan_file_of
 
 FSDP = Framework(name="pytorch-fsdp", rules="fsdp2")
@@ -310,7 +311,7 @@ WRONG: dict[str, tuple[dict[str, Any], LaunchContext, str]] = {
     "a file of DeepSpeed": (
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "zero3.json"}},
         given_of(PLANS["sharded"]),
-        "the plan is in 'zero3.json': read that file with --as deepspeed",
+        "the plan is in 'zero3.json', which is not at hand",
     ),
     "devices": ({"num_processes": 24}, given_of(PLANS["sharded"]), "needs 16 devices, there are 24"),
     "open devices": ({"num_processes": -1}, given_of(PLANS["sharded"]), "pass --devices"),
@@ -438,6 +439,22 @@ def test_a_command_in_the_text_of_another_and_a_file_by_its_absolute_path(tmp_pa
     command = SFT.format("").replace("fsdp.yaml", "/cluster/configs/fsdp.yaml").replace("\\\n", "")
     launch = read(f'CMD="{command}"\nsrun bash -c "$CMD" 2>&1\n', LaunchContext(folder=tmp_path))
     assert (launch.model.name, launch.plan.sharding, launch.plan.num_devices) == ("qwen2.5-7b", "zero3", 8)
+
+
+def test_a_deepspeed_file_that_a_command_names_is_read(tmp_path: Path) -> None:
+    zero = '{"zero_optimization": {"stage": 3, "overlap_comm": false}, "bf16": {"enabled": "auto"}}'
+    (tmp_path / "zero.conf").write_text(zero)
+    command = (
+        "python job.py --num_nodes 2 -- accelerate launch --use_deepspeed --deepspeed_config_file zero.conf "
+        "--mixed_precision bf16 --num_processes 4 train.py --model_name_or_path Qwen/Qwen2.5-7B --max_length 2048 "
+        "--per_device_train_batch_size 2"
+    )
+    launch = read(command, LaunchContext(folder=tmp_path))
+    plan = launch.plan
+    assert (plan.sharding, plan.dp, plan.global_batch, plan.grad_reduce_overlap) == ("zero3", 4, 8, False)
+    assert "--num_nodes" in matters(launch)  # job.py may start all of it twice
+    with pytest.raises(InputError, match="trains no model"):
+        read(command.replace("train.py", "evaluate.py"), LaunchContext(folder=tmp_path))
 
 
 def test_a_program_of_llama_factory_has_its_adapters_and_recomputes(tmp_path: Path) -> None:

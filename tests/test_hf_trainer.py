@@ -253,6 +253,9 @@ def test_a_module_that_torchrun_starts_is_a_program() -> None:
         "--max_length 2048 --per_device_train_batch_size 2\n"
     )
     assert read(script, LaunchContext()).plan.global_batch == 8
+    within = "python job.py --gpus 4 -- " + script.replace("2\n", '2 --fsdp full_shard --fsdp_config "{}"\n')
+    launch = read(within.format('{\\"xla\\": true, \\"xla_fsdp_grad_ckpt\\": true}'), LaunchContext())
+    assert (launch.plan.num_devices, launch.plan.recompute) == (4, "full")
 
 
 def test_a_script_that_sources_another_that_is_missing_says_so() -> None:

@@ -32,7 +32,7 @@ from autoplan.frameworks.accelerate.options import (
 from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, read_fields
-from autoplan.frameworks.common.options import Options, parse_yaml, show, typed
+from autoplan.frameworks.common.options import Options, parse_json, parse_yaml, show, typed
 from autoplan.frameworks.common.shell import read_script
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.deepspeed import read as deepspeed
@@ -49,6 +49,7 @@ from autoplan.spec.training import TrainingSpec
 
 _LAUNCH = re.compile(r"^[^#\n]*\baccelerate\s+launch\b", re.MULTILINE)
 _KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
+_NO_TRAINING = re.compile(r"(?<![a-z])(eval\w*|infer\w*|predict\w*|generat\w*|serve)(?![a-z])")  # names of programs
 _SCRIPT = "launch.sh"  # next to an exported config file
 _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")
 _CHECKPOINTING = "GRADIENT_CHECKPOINTING"
@@ -197,9 +198,13 @@ def _with_deepspeed(
 ) -> Launch:
     """Return the launch of Accelerate's DeepSpeed section (accelerate/utils/dataclasses.py, DeepSpeedPlugin)."""
     section = options.inside("deepspeed_config")
+    options.pass_over("fsdp_config", "parallelism_config")
+    table: dict[str, Any] = {}
     if section.has("deepspeed_config_file"):
-        file = show(section.value("deepspeed_config_file"))
-        raise InputError(f"the plan is in {file}: read that file with --as deepspeed, which takes the same --set")
+        file = str(section.value("deepspeed_config_file"))
+        if (content := read_beside(file, context.folder)) is None:
+            raise InputError(f"the plan is in {show(file)}, which is not at hand: put it beside this file")
+        table = parse_json(content[0], "DeepSpeed configuration")
     section.pass_over("zero3_init_flag", "zero3_save_16bit_model", "gradient_clipping", "deepspeed_multinode_launcher")
     section.pass_over("deepspeed_hostfile", "deepspeed_moe_layer_cls_names", "deepspeed_inclusion_filter")
     steps = section.value("gradient_accumulation_steps", _AUTO)
@@ -214,8 +219,10 @@ def _with_deepspeed(
         "gradient_accumulation_steps": steps,
         "zero_optimization": zero,
         str(training.precision): {"enabled": True},
-    }
-    launch = deepspeed.read(json.dumps(config), replace(context, variables=tuple(program.items())))
+    } | table
+    launch = deepspeed.read(
+        json.dumps(config), replace(context, variables=(*program.items(), (str(training.precision).upper(), "true")))
+    )
     return replace(launch, training=training, unread=(*launch.unread, *options.unread()))
 
 
@@ -280,14 +287,19 @@ def _options_beside(context: LaunchContext) -> Options | None:
 def _of_script(text: str, context: LaunchContext) -> _Started:
     """Parse the accelerate command of a script."""
     script = read_script(text, context.variables, context.folder)
-    _, words = started(script, Entry(_launch_at, lambda inner: _LAUNCH.search(inner) is not None), context)
+    before, words = started(script, Entry(_launch_at, lambda inner: _LAUNCH.search(inner) is not None), context)
     if words is None:
         raise InputError("no command is accelerate launch")
     at = next((at for at, word in enumerate(words) if word.endswith(".py") or word == "$TRAIN_SCRIPT"), len(words))
     arguments = program_options(words[at + 1 :], context)
     arguments.remarks += script.unread()
     name = words[at].rpartition("/")[2] if at < len(words) else ""
-    options = _options(words[:at])
+    if _NO_TRAINING.search(name):
+        raise InputError(f"{name} trains no model")
+    options, around = _options(words[:at]), _options(before)
+    if (nodes := around.get("num_nodes") or around.get("nodes") or "1") != "1" and "num_machines" not in options:
+        why = "of a launcher around accelerate, which says no --num_machines: pass --devices if all nodes train"
+        arguments.remarks.append(Unread(option="--num_nodes", value=nodes, why=why))
     table: dict[str, Any] = {"fsdp_config": {}, "parallelism_config": {}, "deepspeed_config": {}}
     kind = next((kind for name, kind in _KINDS.items() if options.pop(name, None) is not None), None)
     if file := options.pop("config_file", None):

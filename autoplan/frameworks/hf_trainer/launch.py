@@ -277,7 +277,8 @@ def _states(options: Options, mesh: Fields, context: LaunchContext, *, turns_on:
     elif "offload" in words:
         options.remark("fsdp", STAY_GATHERED)
     recompute = RECOMPUTE.of(options)  # or by FSDP itself
-    if section.flag("activation_checkpointing"):
+    by_fsdp = [section.flag(key) for key in ("activation_checkpointing", "xla_fsdp_grad_ckpt")]
+    if any(by_fsdp):
         recompute = Recompute.FULL
     if mesh["dp_shard"] * mesh["cp"] == 1 or sharding == Sharding.NONE:
         return {**_unsharded(mesh), "recompute": recompute}

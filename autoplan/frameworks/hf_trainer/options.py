@@ -39,7 +39,7 @@ WRITTEN_OPTIM = {
 FSDP_COSTLESS = (
     *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "state_dict_type", "xla"),
     *("sync_module_states", "use_orig_params", "version", "final_state_dict_type", "min_num_params"),
-    *("xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings", "limit_all_gathers"),
+    *("xla_fsdp_v2", "xla_fsdp_settings", "limit_all_gathers"),
     *("backward_prefetch", "forward_prefetch"),
 )
 OFFLOADS = (CPU_OFFLOAD.key, "offload_params")

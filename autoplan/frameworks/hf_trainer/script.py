@@ -30,7 +30,8 @@ def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None
     """Return the index of the program in a command with the Trainer's batch size; None if there is none."""
     if not any(word.partition("=")[0] == BATCH for word in words):
         return None
-    for at, word in enumerate(words):
+    behind = max((at for at, word in enumerate(words) if word == "--"), default=-1) + 1  # a launcher's own arguments
+    for at, word in enumerate(words[behind:], start=behind):
         name = word.rpartition("/")[2]
         if (name in programs) if programs else _is_program(words, at):
             return at
