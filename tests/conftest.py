@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     config.option.loadscopereorder = False
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ["HF_HUB_OFFLINE"] = "1"
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

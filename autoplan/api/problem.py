@@ -391,5 +391,7 @@ def space_of(problem: Problem, flags: SpaceFlags) -> Space:
 
 
 def unpriced_parts(model: ModelSpec) -> tuple[str, ...]:
-    """Return the warning about parts of a model's config.json that are not priced; empty if all of it is."""
-    return (f"{model.name} is priced without the {model.left_out} in its config.json",) if model.left_out else ()
+    """Return warnings about a model's config.json: that it was downloaded, and parts of it that are not priced."""
+    downloaded = [f"{model.name} is read from {url}" for url in model.sources if url.endswith("/config.json")]
+    left_out = f"{model.name} is priced without the {model.left_out} in its config.json"
+    return (*downloaded, *([left_out] if model.left_out else ()))

@@ -31,7 +31,9 @@ STATED_BY_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "on
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file."),
+    typer.Argument(
+        metavar="MODEL", help="Preset (llama3-70b), name on the Hugging Face hub, config.json or folder, or TOML file."
+    ),
 ]
 PlanFileOption = Annotated[
     Path | None,

@@ -51,7 +51,7 @@ ModelArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="MODEL",
-        help="Preset (llama3-70b), Hugging Face config.json or folder, or TOML file.",
+        help="Preset (llama3-70b), name on the Hugging Face hub, config.json or folder, or TOML file.",
         autocompletion=presets("models"),
     ),
 ]

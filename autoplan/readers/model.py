@@ -1,4 +1,4 @@
-"""Models, from a preset such as `llama3-70b`, a Hugging Face config.json or its folder, or a TOML file."""
+"""Models: presets such as `llama3-70b`, names on the Hugging Face hub, config.json files or folders, TOML files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, is_folder, read_table, shipped
 from autoplan.base.names import close_names
+from autoplan.readers.hub import HUB_NAME, cached_config, config_url, kept_config
 from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.model import ModelSpec
 
@@ -29,6 +30,8 @@ def load_model(text: str) -> ModelSpec:
         return _from_path(path)
     if preset := find_preset(text):
         return preset
+    if HUB_NAME.fullmatch(text):
+        return _from_hub(text)
     aliases = _aliases()
     close = close_names(name, [*preset_models(), *aliases], most=9)
     names = list(dict.fromkeys(aliases.get(alias, alias) for alias in close))[:3]
@@ -45,19 +48,19 @@ def find_preset(*names: str) -> ModelSpec | None:
         for spelling in _spellings(name):
             if preset := _presets_by_spelling().get(spelling):
                 model = _preset(preset)
-                return replace(model, checkpoint=name) if _HUB_NAME.fullmatch(name) else model
+                return replace(model, checkpoint=name) if HUB_NAME.fullmatch(name) else model
     return None
 
 
 def hub_name(model: ModelSpec) -> str | None:
-    """Return the Hugging Face hub name of a shipped model, as it was called; None for any other model."""
-    path = shipped("models").get(model.name)
-    if path is None or find_preset(model.name) != model:
+    """Return the Hugging Face hub name of a shipped model, as it was called, or of one read by that name, if any."""
+    if (path := shipped("models").get(model.name)) is None:
+        return model.checkpoint or None
+    if find_preset(model.name) != model:
         return None
-    return model.checkpoint or next(filter(_HUB_NAME.fullmatch, read_table(path).get("aliases", ())), None)
+    return model.checkpoint or next(filter(HUB_NAME.fullmatch, read_table(path).get("aliases", ())), None)
 
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # A model in the Hugging Face cache: the hub name, and a folder named by the snapshot's hash.
 _CACHED = re.compile(r"models--(?P<publisher>[\w.-]+?)--(?P<name>[\w.-]+)(/snapshots(/\w+)?)?/?$")
 
@@ -99,6 +102,17 @@ def _exists(path: Path) -> bool:
 @cache
 def _preset(name: str) -> ModelSpec:
     return decode(ModelSpec, {"name": name, **read_table(shipped("models")[name])}, f"model {name}")
+
+
+def _from_hub(name: str) -> ModelSpec:
+    """Return the model ORG/NAME of the hub; what is downloaded, now or earlier, names its address as its source."""
+    if path := cached_config(name):
+        return _named(path, name)
+    return replace(_named(kept_config(name), name), sources=(config_url(name),))
+
+
+def _named(path: Path, name: str) -> ModelSpec:
+    return replace(read_huggingface(read_table(path), str(path)), name=name.partition("/")[2], checkpoint=name)
 
 
 def _from_path(path: Path) -> ModelSpec:
