@@ -105,8 +105,8 @@ def test_weights_are_held_as_it_is_told(change: tuple[str, str], types: tuple[st
 
 
 def test_what_is_not_priced_is_listed_or_refused() -> None:
-    launch = of(more="use_galore: true\ngalore_rank: 128\nenable_liger_kernel: true\n")
-    assert {"use_galore", "galore_rank", "enable_liger_kernel"} <= matters(launch)
+    launch = of(more="use_galore: true\ngalore_rank: 128\nenable_liger_kernel: true\nmixture_of_depths: convert\n")
+    assert {"use_galore", "galore_rank", "enable_liger_kernel", "mixture_of_depths"} <= matters(launch)
     assert "cutoff_len" in matters(of(("packing: true\n", "")))
     for old, new, says in (
         ("stage: sft", "stage: kto", "stage 'kto'"),

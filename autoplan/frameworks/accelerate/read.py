@@ -49,7 +49,9 @@ from autoplan.spec.training import TrainingSpec
 
 _LAUNCH = re.compile(r"^[^#\n]*\baccelerate\s+launch\b", re.MULTILINE)
 _KINDS = {"use_fsdp": "FSDP", "use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
-_NO_TRAINING = re.compile(r"(?<![a-z])(eval\w*|infer\w*|predict\w*|generat\w*|serve)(?![a-z])")  # names of programs
+_NO_TRAINING = re.compile(
+    r"(?<![a-z])(eval\w*|infer\w*|predict\w*|generat\w*|serve|chatbot|demo)(?![a-z])"
+)  # names of programs
 _SCRIPT = "launch.sh"  # next to an exported config file
 _BATCH = ("PER_DEVICE_TRAIN_BATCH_SIZE", "GRADIENT_ACCUMULATION_STEPS")
 _CHECKPOINTING = "GRADIENT_CHECKPOINTING"
@@ -109,6 +111,8 @@ def _with_torch(
 ) -> Launch:
     assert context.model is not None
     assert context.num_devices is not None
+    if kind != "FSDP":
+        options.pass_over("fsdp_config")
     num_devices = context.num_devices
     mesh = _mesh(options.inside("parallelism_config"), num_devices, kind)
     states = _states(options.inside("fsdp_config"), mesh) if kind == "FSDP" else _unsharded(mesh)

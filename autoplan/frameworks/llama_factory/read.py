@@ -78,7 +78,7 @@ def program_of(options: Options) -> Program:
         "shift_attn",
         "use_llama_pro",
     ):
-        if is_on(options, key):
+        if options.is_other(key, False, "", "false"):
             options.remark(key, "priced without it")
     is_pure = is_on(options, PURE)
     if is_on(options, "fp8"):

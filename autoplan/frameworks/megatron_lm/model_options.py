@@ -288,10 +288,10 @@ def _write_dropout(file: PlanFile) -> dict[str, Value]:
 
 def _read_dropout(reading: Reading) -> Fields:
     rates = {key: reading.arguments.number(key, _DROPOUT) for key in _DROPOUTS}
-    dropped = [key for key, rate in rates.items() if rate > 0]
-    if len(dropped) == 1:
-        reading.arguments.remark(dropped[0], "priced with dropout of scores and hidden states", matters=False)
-    return {"dropout": bool(dropped)}
+    kept = [key for key, rate in rates.items() if rate == 0]
+    if len(kept) == 1:
+        reading.arguments.remark(kept[0], "priced with dropout of scores and hidden states: keep it", matters=False)
+    return {"dropout": len(kept) < len(rates)}
 
 
 DROPOUT: Line = (Special("hidden_dropout", _write_dropout, _read_dropout, companions=valued("attention_dropout")),)

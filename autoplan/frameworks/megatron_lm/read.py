@@ -29,7 +29,7 @@ MAX_NAMED = 6  # variables in a message
 _OTHER_NAMES = (".py", ".json", ".yaml", ".yml", ".toml", ".md")
 _NOT_DECODERS = re.compile(
     r"bert|t5|retro|ict|vision|vlm|vit|llava|multimodal|mimo|diffusion|whisper|encoder|generat|infer|server|convert"
-    r"|checkpoint|eval|export|quantiz|prune|distill"
+    r"|preprocess|checkpoint|eval|export|quantiz|prune|distill"
 )
 
 
