@@ -139,9 +139,10 @@ def replan(
 
 
 def _usable(before: ClusterSpec, left: ClusterSpec, group: int) -> float:
-    """Return the share of devices in groups of this size, or in nodes if these are larger, without a lost node."""
-    lost, radius = before.num_nodes - left.num_nodes, max(group, before.devices_per_node)
-    return usable_share(before.num_devices, lost, radius)
+    """Return the share of devices in groups of this size, or in nodes if these are larger and lost, without a loss."""
+    lost_devices = before.num_devices - left.num_devices
+    unit = 1 if lost_devices % before.devices_per_node else before.devices_per_node
+    return usable_share(before.num_devices, lost_devices // unit, max(group, unit))
 
 
 def _rest(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...], devices: int | None) -> ClusterSpec:

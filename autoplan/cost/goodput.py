@@ -47,12 +47,12 @@ class Reliability:
         return 1.0 / wall_s
 
 
-def usable_share(num_devices: int, lost: int, radius: int, spares: int = 0) -> float:
+def usable_share(num_devices: int, lost: int, radius: int) -> float:
     """Share of devices that train on after `lost` failures in different groups of `radius` devices, which stop whole.
 
-    Spares replace what failed first.  Source: arXiv:2504.06095 (non-uniform tensor parallelism).
+    Source: arXiv:2504.06095 (non-uniform tensor parallelism).
     """
-    return max(0.0, 1.0 - max(0, lost - spares) * radius / num_devices)
+    return max(0.0, 1.0 - lost * radius / num_devices)
 
 
 def young_interval_s(mtbf_s: float, checkpoint_s: float) -> float:

@@ -14,16 +14,19 @@ from autoplan.spec.search_result import RankedPlan
 def print_replan(console: Console, summary: ReplanSummary) -> None:
     """Print the previous plan, the same layout and the best plan on the remaining nodes, and the cost of switching."""
     grid = labelled()
-    grid.add_row("before", f"{_described(summary.before)} on {summary.nodes_before} nodes")
+    grid.add_row(
+        "before",
+        f"{_described(summary.before)} on {summary.nodes_before} node{'s' if summary.nodes_before > 1 else ''}",
+    )
     grid.add_row("now", f"{_described(summary.after)} on {summary.nodes_used} of {summary.nodes_left} nodes")
     devices = summary.after.plan.num_devices / summary.before.plan.num_devices
     grid.add_row("kept", f"{100 * summary.kept_share:.1f} % of the throughput, on {100 * devices:.1f} % of the devices")
     lost = summary.nodes_before - summary.nodes_left
+    spares = f"{lost} spare node{'s' if lost > 1 else ''}" if lost else "as many spare devices"
     grid.add_row(
         "no replan",
         f"{format_percent(summary.usable_replicas)} of the devices train on if whole replicas stop, "
-        f"{format_percent(summary.usable_tensor_groups)} with unequal tensor-parallel degrees, all with {lost} spare "
-        f"node{'s' if lost > 1 else ''}",
+        f"{format_percent(summary.usable_tensor_groups)} with unequal tensor-parallel degrees, all with {spares}",
     )
     same = summary.same_layout
     if same is None:
