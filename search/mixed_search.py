@@ -18,7 +18,8 @@ from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.base.errors import InputError
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.step import straggler_share
-from autoplan.search.mixed_bounds import BISECTIONS, ROUNDING, Candidate, MixedSpace, Ways
+from autoplan.search.mixed_bounds import Candidate, MixedSpace
+from autoplan.search.mixed_pipeline_bounds import BISECTIONS, ROUNDING, Ways
 from autoplan.search.mixed_refinement import Accepts, RefinedStructure, Refiner, accept_all, order_of
 from autoplan.search.space import Space
 from autoplan.search.structures import MAX_STAGES, MIN_USED, Structure, groupings

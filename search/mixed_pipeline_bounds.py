@@ -1,0 +1,262 @@
+"""Lower bounds on pipelines whose stages are on unlike parts of a mixed cluster, before layers are assigned."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autoplan.base.arrays import Bools, Floats, Ints, Rows, distinct_rows
+from autoplan.cost.collectives.pipeline_messages import message_s
+from autoplan.cost.mixed.collectives import links_between
+from autoplan.cost.passes import Pass
+from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, send_exposed_s
+from autoplan.cost.pipeline.order import PipelineShape, live_chunks
+from autoplan.search.bounds import KindCosts
+from autoplan.search.structures import Pipelines
+from autoplan.spec.enums import Schedule
+from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.plan import ALL_LAYERS, PlanBatch, even_chunks
+
+if TYPE_CHECKING:
+    from autoplan.search.mixed_bounds import MixedSpace
+
+BISECTIONS = 12
+WIDEST = 4.0  # times the work with equal stages; longer steps are not considered
+ROUNDING = 1e-6  # of a layer
+MIN_FACTOR = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ways(Rows):
+    """Ways of a group of parts to form equal pipelines, each with the axes of its plans: one element per way."""
+
+    parts: tuple[int, ...]
+    forms: tuple[Pipelines, ...]
+    form: Ints  # index into `forms`
+    kinds: PlanBatch  # with the first stage's tp on all stages, plain or interleaved
+    least_s: Floats  # lower bound on plans of the group alone; infinite if none fits
+    num_devices: Ints
+    # For groups combined with others, which share the sharded states: upper bound on sequences per second over all
+    # replicas, without waits for the slowest device.
+    most_rate: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineBounds(Rows):
+    """Pipelines with one number of stages, before layers are assigned: arrays of shape (ways, stages)."""
+
+    prices: Ints  # index of each set of prices
+    leanest_s: Floats  # both passes of the cheapest sort of layer
+    forward_share: Floats  # upper bound on the forward pass's share of a layer
+    most_layers: Ints  # per stage
+    hop_s: Floats  # lower bound on a message from every stage to the next
+    head_s: Floats  # on the last stage
+    chunks: Ints  # of a stage
+    num_layers: int
+    overlaps: bool  # messages of interleaved pipelines
+
+    @classmethod
+    def of(
+        cls,
+        space: MixedSpace,
+        ways: Ways,
+        costs: dict[int, KindCosts],
+        states: dict[int, KindCosts],
+        counts: Sequence[int],
+    ) -> PipelineBounds:
+        """Return the bounds of ways with one number of stages and the states of `states`, for each number of chunks."""
+        problem, places = space.problem, _Places.of(ways)
+        passes, shares, heads = {}, {}, {}
+        for part, cost in costs.items():
+            overall = problem.calibrations[part].overall
+            layer_s = (
+                cost.times.layer_s + (cost.batch.recompute_num_layers == ALL_LAYERS)[:, None] * cost.times.repeat_s
+            )
+            passes[part] = overall * layer_s.min(axis=1)
+            shares[part] = (cost.times.forward_s / layer_s).max(axis=1)
+            heads[part] = overall * cost.times.head_s
+        head_s = places.spread(heads)[:, -1]
+        across = _across_s(problem, places, costs, is_ring=counts[0] > 1)
+        messages = [cost.times.message_s for cost in costs.values()]
+        prices = (*passes.values(), *shares.values(), *across.values(), *messages, head_s)
+        _, alike = distinct_rows(ways.form, *(np.unique(price, return_inverse=True)[1] for price in prices))
+        pipelines = cls(
+            prices=alike,
+            leanest_s=places.spread(passes),
+            forward_share=places.spread(shares),
+            most_layers=np.zeros_like(places.parts),
+            hop_s=places.hops(costs, across, is_ring=counts[0] > 1),
+            head_s=head_s,
+            chunks=np.ones_like(alike),
+            num_layers=problem.model.num_layers,
+            overlaps=problem.framework.overlap.p2p_overlap,
+        )
+        return replace(
+            pipelines.take(np.tile(np.arange(len(alike)), len(counts))),
+            most_layers=_most_layers(space, places, states, counts),
+            chunks=np.repeat(counts, len(alike)),
+        )
+
+    def least_s(self, m: Ints) -> Floats:
+        """Lower bound on the time of `m` micro-batches for any assignment of layers; infinite if none fits."""
+        fits = (self.most_layers.sum(axis=1) >= self.num_layers) & (self.most_layers.min(axis=1) >= 1)
+        rows, result = np.flatnonzero(fits), np.full(len(m), np.inf)
+        first, alike = distinct_rows(*(column[rows] for column in (self.prices, m, self.chunks, *self.most_layers.T)))
+        result[rows] = self.take(rows[first])._bisected_s(m[rows[first]])[alike]
+        return result
+
+    def _bisected_s(self, m: Ints) -> Floats:
+        """Smallest time in which the stages can take all layers, each as many whole ones as its path and memory allow.
+
+        The path of a stage (`one_forward_one_backward_s`) is its own work, all work before it, and the work after it
+        that its warm-up and cool-down do not cover.  With c covered passes the uncovered work is at least the work
+        after it minus c times the shorter of the stage's two passes.  The work of all stages for one micro-batch is
+        smallest if the fast stages have as many layers as possible.
+        """
+        sends_s, pp = self.sends_s(m), self.hop_s.shape[1]
+        warmup = np.arange(pp)[::-1]
+        covering = np.minimum(m[:, None] - 1, warmup)
+        factor = m[:, None] - (1.0 + covering * np.minimum(self.forward_share, 0.5)) / self.chunks[:, None]
+        factor = np.maximum(factor, MIN_FACTOR)
+        order = np.argsort(self.leanest_s, axis=1, kind="stable")
+        head_s = np.where(warmup == 0, self.head_s[:, None], 0.0)
+        head_s, leanest_s, most_layers, factor = (
+            np.take_along_axis(values, order, axis=1) for values in (head_s, self.leanest_s, self.most_layers, factor)
+        )
+
+        def layers_within(free_s: Floats) -> Floats:
+            return np.minimum(np.floor(np.maximum(free_s - head_s, 0.0) / leanest_s + ROUNDING), most_layers)
+
+        low = m * self.num_layers / (1.0 / self.leanest_s).sum(axis=1)
+        high = WIDEST * (low + m * self.head_s) + sends_s
+        for _ in range(BISECTIONS):
+            middle = np.sqrt(low * high)
+            work_s = middle - sends_s
+            placed = np.cumsum(layers_within((work_s / m)[:, None]), axis=1)
+            fastest = np.diff(np.minimum(placed, self.num_layers), axis=1, prepend=0.0)
+            once_s = ((fastest * leanest_s).sum(axis=1) + self.head_s) / self.chunks
+            layers = layers_within((work_s - once_s)[:, None] / factor)
+            enough = (placed[:, -1] >= self.num_layers) & (layers.sum(axis=1) >= self.num_layers)
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        return low
+
+    def sends_s(self, m: Ints) -> Floats:
+        """Lower bound on the time added by messages."""
+        slowest_s = self.hop_s.max(axis=1)
+        passes, pp = Pass(slowest_s, slowest_s), np.full_like(m, self.hop_s.shape[1])
+        several = send_exposed_s(slowest_s, pp, m, self.chunks, passes, overlaps=self.overlaps)
+        return np.where(self.chunks > 1, several, hop_sends_exposed_s(self.hop_s[:, :-1], m))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Places:
+    """Parts and tensor-parallel degrees of stages, for ways with one number of stages: shape (ways, stages)."""
+
+    parts: Ints
+    tp: Ints
+    count: Ints  # number of equal pipelines: shape (ways)
+
+    @classmethod
+    def of(cls, ways: Ways) -> _Places:
+        used, form = np.unique(ways.form, return_inverse=True)
+        places = np.array([ways.forms[at].places for at in used])[form]
+        return cls(parts=places[..., 0], tp=places[..., 1], count=np.array([ways.forms[at].count for at in used])[form])
+
+    def spread(self, values: Mapping[int, Floats]) -> Floats:
+        """Return for every stage the value of its part; `values` are per way."""
+        result = np.zeros(self.parts.shape)
+        for part, value in values.items():
+            result = np.where(self.parts == part, value[:, None], result)
+        return result
+
+    def crossings(self, pair: frozenset[int], *, is_ring: bool) -> Bools:
+        """Return the stages that send from one part of a pair to the other; in rings the last sends to the first."""
+        behind = np.roll(self.parts, -1, axis=1)
+        crosses = (self.parts != behind) & np.isin(self.parts, list(pair)) & np.isin(behind, list(pair))
+        crosses[:, -1] &= is_ring
+        return crosses
+
+    def hops(self, costs: dict[int, KindCosts], across: dict[frozenset[int], Floats], *, is_ring: bool) -> Floats:
+        """Return a lower bound on a message from every stage to the next; in rings the last sends to the first."""
+        hop_s = self.spread({part: cost.times.message_s for part, cost in costs.items()})
+        for pair, message in across.items():
+            hop_s = np.where(self.crossings(pair, is_ring=is_ring), message[:, None], hop_s)
+        hop_s[:, -1] *= is_ring
+        return hop_s
+
+
+def _across_s(
+    problem: MixedProblem, places: _Places, costs: dict[int, KindCosts], *, is_ring: bool
+) -> dict[frozenset[int], Floats]:
+    """Return the time of a message between every two parts by the slower one, 0 if none crosses."""
+    result, degrees = {}, np.maximum(places.tp, np.roll(places.tp, -1, axis=1))
+    for pair in map(frozenset, itertools.combinations(costs, 2)):
+        crossing = (degrees * places.crossings(pair, is_ring=is_ring)).sum(axis=1)
+        seconds = np.zeros(len(crossing))
+        for part in pair:
+            batch, calibration = costs[part].batch, problem.calibrations[part]
+            senders, by_level = places.count * batch.cp * crossing, defaultdict(list)
+            for number in np.unique(senders[senders > 0]).tolist():
+                by_level[problem.between(part, pair, number)].append(number)
+            for level, numbers in by_level.items():
+                rows = np.flatnonzero(np.isin(senders, numbers))
+                as_if = problem.as_if(part, frozenset(costs))
+                message = message_s(as_if, batch.take(rows), links_between(level, calibration))
+                seconds[rows] = np.maximum(seconds[rows], calibration.overall * message)
+        result[pair] = seconds
+    return result
+
+
+def _most_layers(space: MixedSpace, places: _Places, costs: dict[int, KindCosts], counts: Sequence[int]) -> Ints:
+    """Largest number of layers per stage, for each count of chunks: shape (counts x ways, stages)."""
+    problem, split = space.problem, space.spaces[0].limits.split
+    num_layers, (ways, pp) = problem.model.num_layers, places.parts.shape
+    microbatches = next(iter(costs.values())).batch.num_microbatches
+    live = np.minimum(microbatches[:, None], np.arange(pp, 0, -1))
+    fixed, states, passes = {}, {}, {}
+    for part, cost in costs.items():
+        safe, memory = problem.alone(part).capacity_bytes, cost.memory
+        fixed[part] = safe * np.exp(space.most_z * problem.calibrations[part].memory_spread) - memory.fixed_bytes
+        stored = np.minimum(memory.stored_bytes[:, None], memory.kept_bytes)
+        passes[part] = np.where(cost.batch.recompute_num_layers[:, None] > 0, stored, memory.kept_bytes)
+        states[part] = memory.state_bytes
+    boundary, embedding = (
+        places.spread({part: getattr(cost.memory, name) for part, cost in costs.items()})
+        for name in ("boundary_bytes", "embedding_bytes")
+    )
+    free = places.spread(fixed) - live * boundary - (np.arange(pp) == 0) * embedding
+    of_sorts = [
+        [places.spread({part: value[:, sort] for part, value in table.items()}) for table in (states, passes)]
+        for sort in range(len(problem.model.layer_kinds))
+    ]
+    numbers, of_number = np.unique(microbatches, return_inverse=True)
+    result = []
+    for chunks in counts:
+        alive = np.stack([_alive_layers(num_layers, pp, chunks, m) for m in numbers.tolist()])
+        low, high = np.zeros((ways, pp), dtype=np.int64), np.full((ways, pp), num_layers)
+        for _ in range(num_layers.bit_length()):  # the memory need grows with the layers
+            middle = (low + high + 1) // 2
+            alive_layers = alive[of_number[:, None], np.arange(pp), middle]
+            needed = np.min([middle * state + alive_layers * kept for state, kept in of_sorts], axis=0)
+            low, high = np.where(needed <= free, middle, low), np.where(needed <= free, high, middle - 1)
+        result.append(np.minimum(low, split(problem.model, pp)) if split else low)
+    return np.concatenate(result)
+
+
+@lru_cache(maxsize=1024)
+def _alive_layers(num_layers: int, pp: int, chunks: int, num_microbatches: int) -> Floats:
+    """Layers times live micro-batches, for stages with 0, 1, ... layers: shape (stages, numbers).
+
+    Layers are spread evenly over the chunks of a stage (`MixedStage.with_layers`).
+    """
+    if chunks == 1 or num_microbatches % pp:
+        return np.minimum(num_microbatches, np.arange(pp, 0, -1))[:, None] * np.arange(num_layers + 1.0)
+    live = live_chunks(PipelineShape(Schedule.INTERLEAVED, pp, chunks, num_microbatches))
+    sizes = np.array([even_chunks(number, chunks) for number in range(num_layers + 1)], dtype=np.float64)
+    return np.asarray((live @ sizes.T).max(axis=1))
