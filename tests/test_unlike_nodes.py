@@ -24,9 +24,10 @@ from autoplan.readers.cluster import load_cluster
 from autoplan.search.ranking import ranked
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, started_plan
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import MixedPlanFile
+from autoplan.spec.started_plan import started_plan
 from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled, whole
 from test_measured_times import TABLE
 

@@ -23,10 +23,11 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.trainer.log import line
 from autoplan.frameworks.trainer.rules import check_training
 from autoplan.readers.calibration import built_in_calibration
-from autoplan.spec.mixed_problem import MixedProblem, started_plan
+from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.problem import Problem
+from autoplan.spec.started_plan import started_plan
 from autoplan.trainer.run import run_task, usual_data
 from autoplan.trainer.task import Advance, Command, PredictedRun, RunFile, Task, TrainingReport
 

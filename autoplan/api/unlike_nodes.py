@@ -15,11 +15,12 @@ from autoplan.frameworks.registry import book_of, find_target
 from autoplan.launch.start import NodeRange
 from autoplan.search.ranking import ranked, training_flops_per_token
 from autoplan.spec.estimate import datasheet_peak, probability_above
-from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, StartedPlan, as_parallel, started_plan
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PartPlanFile
 from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.started_plan import StartedPlan, started_plan
 
 
 def is_expressible(problem: MixedProblem, plan: MixedPlan, target: Target) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from string import ascii_uppercase
 from typing import Any
@@ -11,7 +10,7 @@ from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import RankOrder, Schedule
+from autoplan.spec.enums import Schedule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers, even_chunks
@@ -311,67 +310,6 @@ def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: i
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StartedPlan:
-    """Plan of a mixed cluster as started: common degrees, parts of nodes, micro-batches where replicas differ."""
-
-    plan: ParallelPlan
-    node_parts: tuple[int, ...]  # in the order of the ranks
-    num_microbatches: tuple[int, ...] = ()
-
-
-def started_plan(
-    problem: MixedProblem, plan: MixedPlan, *, unequal_batches: bool = False, unequal_tp: bool = False
-) -> StartedPlan:
-    """Return the plan as frameworks start it.
-
-    Replicas may have unlike micro-batches with `unequal_batches`, and stages of equal replicas unlike tensor-parallel
-    degrees with `unequal_tp`; the plan has the largest of these.  Of equal replicas the ranks of a stage stand together
-    where the plan has that order, else those of a replica.  Raises InputError where replicas or degrees are too
-    different, or where a node would hold ranks of two parts.
-    """
-    counts = {kind.num_microbatches for kind in plan.kinds}
-    if len(counts) > 1 and not unequal_batches:
-        raise InputError(f"its replicas take {_listed(counts)} micro-batches per step")
-    if len({kind.layers_per_chunk for kind in plan.kinds}) > 1 or len({kind.vp for kind in plan.kinds}) > 1:
-        raise InputError("its replicas split the layers differently")
-    degrees = {stage.tp for kind in plan.kinds for stage in kind.stages}
-    if len(degrees) > 1 and not (unequal_tp and len(plan.kinds) == 1):
-        raise InputError(f"its stages have the tensor-parallel degrees {_listed(degrees)}")
-    if len(sizes := {kind.micro_batch for kind in plan.kinds}) > 1:
-        raise InputError(f"its micro-batches hold {_listed(sizes)} sequences")
-    if len({kind.state_share for kind in plan.kinds}) > 1:
-        raise InputError("its replicas hold different shares of the optimizer states")
-    tp = max(degrees)
-    parallel = as_parallel(problem, plan, plan.kinds[0], tp)
-    if len(plan.kinds) == 1 and parallel.rank_order == RankOrder.DP_BEFORE_PP:
-        places = [stage for stage in plan.kinds[0].stages for _ in range(plan.num_replicas)]
-    else:
-        places = [stage for kind in plan.kinds for _ in range(kind.count) for stage in kind.stages]
-        parallel = replace(parallel, rank_order=RankOrder.PP_BEFORE_DP) if parallel.pp > 1 else parallel
-    return StartedPlan(
-        plan=parallel,
-        node_parts=_parts_of_nodes(problem, [stage.part for stage in places for _ in range(stage.tp * parallel.cp)]),
-        num_microbatches=tuple(kind.num_microbatches for kind in plan.kinds for _ in range(kind.count))
-        if len(counts) > 1
-        else (),
-    )
-
-
-def _parts_of_nodes(problem: MixedProblem, parts: Sequence[int]) -> tuple[int, ...]:
-    if len(sizes := {problem.cluster.parts[part].devices_per_node for part in parts}) > 1:
-        raise InputError(f"its nodes have {_listed(sizes)} devices")
-    size = sizes.pop()
-    nodes = [set(parts[first : first + size]) for first in range(0, len(parts), size)]
-    if len(parts) % size or any(len(node) > 1 for node in nodes):
-        raise InputError(f"its ranks do not fill nodes of {size} devices of one part each")
-    return tuple(node.pop() for node in nodes)
-
-
-def _listed(values: Iterable[int]) -> str:
-    return " and ".join(map(str, sorted(values)))
-
-
 def check_mixed(problem: MixedProblem, plan: MixedPlan) -> None:
     """Refuse a plan that does not belong to the problem, or that is not priced."""
     parts, num_layers = problem.cluster.parts, problem.model.num_layers
@@ -432,7 +370,7 @@ def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
     if len(counts := {kind.num_microbatches for kind in plan.kinds}) > 1:
         raise UnpricedError(
             f"sharding {common.sharding!r} communicates in every micro-batch, of which replicas have "
-            f"{_listed(counts)}: give all as many, or use zero1"
+            f"{' and '.join(map(str, sorted(counts)))}: give all as many, or use zero1"
         )
     for at in used if len(used) > 1 else ():
         degrees = {stage.tp for kind in plan.kinds for stage in kind.stages if stage.part == at}

@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, Rows
 from autoplan.base.errors import InputError
 from autoplan.base.interpolation import Scattered
+from autoplan.base.lazily import Lazily
 from autoplan.spec.measurement import Match, MeasuredTimes, Measurement, Measurements
 from autoplan.spec.operations import (
     ATTENTION_SIZES,
@@ -31,9 +32,6 @@ from autoplan.spec.operations import (
     SHARED_MOE_LAYER_SIZES,
     Operation,
 )
-
-K = TypeVar("K")
-V = TypeVar("V")
 
 # Of a step that rests on times which were measured beside other load, by the share of such times in a table.
 DISTURBED_SPREAD = 0.15
@@ -195,32 +193,6 @@ class _Times:
                     # NaN, where the table refuses, is no more.
                     is_disturbed[own] = np.abs(longer / seconds[own] - 1) > _SHIFT * _DISTURBED_SHARE
         return seconds, is_disturbed
-
-
-class Lazily(Mapping[K, V]):
-    """Values by key, each made when it is first asked for."""
-
-    def __init__(self, makers: Mapping[K, Callable[[], V]]) -> None:
-        self._makers = makers
-        self._made: dict[K, V] = {}
-
-    def __getitem__(self, key: K) -> V:
-        if key not in self._made:
-            self._made[key] = self._makers[key]()
-        return self._made[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._makers
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._makers)
-
-    def __len__(self) -> int:
-        return len(self._makers)
-
-    def but(self, key: K, value: V) -> Lazily[K, V]:
-        """Return these with another value at a key."""
-        return Lazily({**{old: partial(self.__getitem__, old) for old in self}, key: lambda: value})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
