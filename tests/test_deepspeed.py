@@ -277,6 +277,12 @@ def test_autotp_counts_its_ranks_as_replicas() -> None:
     )
 
 
+def test_stage_3_alone_offloads_parameters() -> None:
+    both = {f"zero_optimization.offload_{what}": {"device": "cpu"} for what in ("optimizer", "param")}
+    assert launch_of({**both, "zero_optimization.stage": 3}).plan.offload == "parameters"
+    assert launch_of({**both, "zero_optimization.stage": 2}).plan.offload == "optimizer"
+
+
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
@@ -284,7 +290,10 @@ def test_autotp_counts_its_ranks_as_replicas() -> None:
         ({"zero_optimization.zero_hpz_partition_size": 4}, "zero_optimization.zero_hpz_partition_size"),
         ({"zero_optimization.zero_quantized_weights": True}, "zero_optimization.zero_quantized_weights"),
         ({"zero_optimization.reduce_bucket_size": 5e7}, "zero_optimization.reduce_bucket_size"),
-        ({"zero_optimization.offload_param": {"device": "cpu"}}, "zero_optimization.offload_param.device"),
+        (
+            {"zero_optimization.stage": 3, "zero_optimization.offload_param": {"device": "cpu"}},
+            "zero_optimization.offload_param.device",
+        ),
         ({"zero_optimization.offload_optimizer": {"device": "nvme"}}, "zero_optimization.offload_optimizer.device"),
         ({"optimizer.type": "Lamb"}, "optimizer.type"),
         ({"pipeline.stages": 4}, "pipeline.stages"),

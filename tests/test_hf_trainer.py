@@ -247,6 +247,16 @@ def test_what_trl_holds_otherwise_is_listed() -> None:
     assert listed("--use_peft --dtype bfloat16") == {"gradient_checkpointing"}  # off in older and other programs
 
 
+def test_a_deepspeed_file_without_the_section_of_the_precision_gets_it() -> None:
+    """As accelerate/utils/dataclasses.py adds bf16 to a file that has fp16 on auto alone."""
+    zero = '{"zero_optimization": {"stage": 2}, "fp16": {"enabled": "auto"}}'
+    script = (
+        "deepspeed --num_gpus 2 train.py --model_name_or_path Qwen/Qwen3-8B --bf16 --max_length 2048 "
+        f"--per_device_train_batch_size 1 --deepspeed '{zero}'\n"
+    )
+    assert read(script, LaunchContext()).training.precision == "bf16"
+
+
 def test_a_module_that_torchrun_starts_is_a_program() -> None:
     script = (
         "python -m torch.distributed.run --nproc_per_node 4 -m training.lm --model_name_or_path Qwen/Qwen3-8B --bf16 "

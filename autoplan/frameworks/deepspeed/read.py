@@ -263,7 +263,10 @@ def _offload(zero: Options, sharding: Sharding) -> Fields:
     if device == "nvme":
         section.remark("device", "priced as the memory of the host")
     percent = read_percent(section, "ratio")
-    if not weights.is_other("device", "none"):
+    holds_weights = weights.is_other("device", "none")
+    if holds_weights and sharding != Sharding.ZERO3:
+        weights.remark("device", "stage 3 alone takes it", matters=False)
+    if not holds_weights or sharding != Sharding.ZERO3:
         is_partial = sharding == Sharding.ZERO3 and device
         if not (zero.flag("cpu_offload") or device) or (is_partial and not percent):
             return {"offload": Offload.NONE}

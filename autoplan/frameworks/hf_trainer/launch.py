@@ -336,8 +336,9 @@ def _with_deepspeed(options: Options, context: LaunchContext, program: Program, 
         if table.setdefault(key, AUTO) not in (AUTO, ours):
             raise InputError(f"{row.key} is {ours}, {key} of the DeepSpeed file {show(table[key])}: make them equal")
     kind = str(training.precision)
-    if not any(isinstance(table.get(name), dict) for name in ("bf16", "bfloat16", "fp16")):
-        table[kind] = {"enabled": True}
+    sections = [section for name in ("bf16", "bfloat16", "fp16") if isinstance(section := table.get(name), dict)]
+    if not any(section.get("enabled") is True for section in sections):  # accelerate adds the section (dataclasses.py)
+        table.setdefault(kind if "bfloat16" not in table else "bfloat16", {"enabled": True})
     recompute = RECOMPUTE.of(options) == Recompute.FULL
     variables = {
         "PER_DEVICE_TRAIN_BATCH_SIZE": str(micro),

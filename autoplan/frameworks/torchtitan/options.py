@@ -134,7 +134,7 @@ def read_assumed(training: Options, optimizer: Options) -> None:
     """Remark on options of these sections that plans do not have, if they differ from the assumed value."""
     remark_assumed(_ASSUMED, training)
     remark_assumed(_OPTIMIZER, optimizer)
-    optimizer.pass_over(*optimizer.arguments)
+    optimizer.pass_over("lr", "eps", "beta1", "beta2", "weight_decay")
     training.pass_over(
         "steps", "max_norm", "gc_freq", "gc_debug", "dataset", "dataset_path", "seq_len", "max_context_length"
     )
