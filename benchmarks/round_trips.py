@@ -204,6 +204,8 @@ def switch(rng: Rng, model: ModelSpec, plan: ParallelPlan, axis: Axis) -> dict[s
             return {name: not getattr(plan, name)}
         case "offload_percent":
             return {"offload": "optimizer", "offload_percent": int(rng.integers(1, 100))}
+        case "secondary_shard":
+            return {"secondary_shard": int(rng.choice((1, 2, 4)))}
         case name:
             return {name: str(rng.choice(list(axis.enum or ())))}
 

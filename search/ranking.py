@@ -28,7 +28,7 @@ _TIE_ORDER = (
     *("cp_kind", "dispatcher", "tp_overlap", "ep_overlap", "rank_order"),
     *("dropout", "token_dropping", "fp8_attention", "fp8_activation_input", "router_fusion", "rope_fusion"),
     *("cuda_graphs", "narrow_params", "main_weights", "moment_dtype", "grad_dtype", "reduce_dtype"),
-    *("fp8_scaling", "wide_adapters"),
+    *("fp8_scaling", "quantized_gathers", "quantized_reductions", "wide_adapters"),
     *("micro_batch", "dp_replicate", "dp_shard", "global_batch"),
 )
 

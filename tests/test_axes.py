@@ -200,7 +200,7 @@ def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
     assert set(LABELS) <= set(told)
     assert set(axes_of(load_model("llama3-8b"), ParallelPlan(global_batch=1))) == {
         *("tp", "cp", "pp", "micro_batch", "global_batch", "recompute", "offload", "nodes"),
-        *("offload_percent", "offload_modules", "offload_layers"),
+        *("offload_percent", "offload_modules", "offload_layers", "secondary_shard"),
         *(
             "cuda_graphs",
             "grad_dtype",

@@ -134,6 +134,14 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
         )
         for percent in (100, 57, 1)
     },
+    **{
+        name: {shown(value): ({"sharding": "zero3", name: value},) for value in values}
+        for name, values in (
+            ("quantized_gathers", (False, True)),
+            ("quantized_reductions", (False, True)),
+            ("secondary_shard", (1, 2)),
+        )
+    },
     "offload_modules": {word: (EXPERT_RANKS | {"offload_modules": word},) for word in OffloadModules},
     "offload_layers": {word: ({"offload_layers": word},) for word in OffloadLayers},
     "fp8_activation_input": {word: ({"fp8_activation_input": word == "on"},) for word in ("off", "on")},

@@ -56,6 +56,9 @@ PLANS: dict[str, PlanFile] = {
     "ulysses with copied keys": zero(sharding="zero3", cp=16, cp_kind="all_to_all", dp_shard=2),
     "wide accumulators": zero(sharding="zero1", dp_shard=8, grad_dtype="fp32"),
     "wide accumulators in shards": zero(sharding="zero3", dp_shard=8, grad_dtype="fp32"),
+    "compressed": zero(
+        sharding="zero3", dp_shard=16, quantized_gathers=True, quantized_reductions=True, secondary_shard=8
+    ),
     "experts": zero(MOE, ep=8, dp_shard=16),
     "experts and tensors": zero(MOE, tp=2, ep=4, dp_shard=8),
     "experts in shards": zero(MOE, sharding="zero3", ep=16, dp_shard=32),
@@ -160,6 +163,9 @@ def plan_files(draw: st.DrawFn) -> PlanFile:
         recompute=draw(st.sampled_from(["none", "full"])),
         precision=(precision := draw(st.sampled_from(["bf16", "fp16"]))),
         grad_dtype=draw(st.sampled_from(["bf16", "fp32"])) if precision == "bf16" else "bf16",
+        quantized_gathers=draw(st.booleans()),
+        quantized_reductions=draw(st.booleans()),
+        secondary_shard=draw(st.sampled_from([1, 1, 2])),
         offload=draw(st.sampled_from(["none", "optimizer"])),
         tp_overlap=tp > 1 and draw(st.booleans()),
         grad_reduce_overlap=draw(st.booleans()),
@@ -287,6 +293,7 @@ def test_stage_3_alone_offloads_parameters() -> None:
     ("changes", "option"),
     [
         ({"zigzag": 3}, "zigzag"),
+        # Of stage 3 alone; the file has stage 2.
         ({"zero_optimization.zero_hpz_partition_size": 4}, "zero_optimization.zero_hpz_partition_size"),
         ({"zero_optimization.zero_quantized_weights": True}, "zero_optimization.zero_quantized_weights"),
         ({"zero_optimization.reduce_bucket_size": 5e7}, "zero_optimization.reduce_bucket_size"),

@@ -73,6 +73,9 @@ CORE_OPTIONS: tuple[Case, ...] = tuple(
         ("dropout", True),
         ("router_fusion", True),
         ("rope_fusion", True),
+        ("quantized_gathers", True),
+        ("quantized_reductions", True),
+        ("secondary_shard", 2),
     )
 )
 CORE_BUT_MAIN_WEIGHTS = tuple(case for case in CORE_OPTIONS if case[1].main_weights == "fp32")
@@ -198,12 +201,23 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
                     case[1].dropout
                     or case[1].offload_percent < 100
                     or case[1].grad_dtype != "fp32"
+                    or case[1].quantized_gathers
+                    or case[1].quantized_reductions
+                    or case[1].secondary_shard > 1
                     or case[1].main_weights != "fp32"
                     or case[1].moment_dtype != "fp32"
                 )
             ),
             (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
             (DENSE, plan_of(dp_shard=8, grad_dtype="bf16_main"), 4096, "grad_dtype 'bf16_main' does not exist"),
+            (DENSE, plan_of(dp_shard=8, sharding="zero2", quantized_gathers=True), 4096, "zero2 is over 8 of 8"),
+            (DENSE, plan_of(dp_shard=8, sharding="zero3", secondary_shard=3), 4096, "secondary_shard 3"),
+            (
+                DENSE,
+                plan_of(tp=2, dp_shard=8, sharding="zero3", quantized_reductions=True),
+                4096,
+                "zero3 is over 8 of 16",
+            ),
             (
                 DENSE,
                 plan_of(dp_shard=8, sharding="zero2", offload="optimizer", offload_percent=57),

@@ -8,7 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoplan.cost.collectives.sharded_states import UnitParameters, sharded_states, sharded_states_s
+from autoplan.cost.collectives.sharded_states import (
+    UnitParameters,
+    compressed_states,
+    copied_states_s,
+    sharded_states,
+    sharded_states_s,
+)
 from autoplan.cost.estimate import estimate
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.presets import load_framework
@@ -47,6 +53,38 @@ def test_tensors_that_go_by_themselves_move_as_much_in_more_messages() -> None:
     link_s = unit.gather.seconds(Links.of(apart))[0]
     assert seconds(apart)[0] == pytest.approx(6 * link_s)
     assert seconds(apart)[0] > seconds(PROBLEM)[0]
+
+
+def test_zero_plus_plus_sends_8_bits_of_weights_4_of_gradients_and_gathers_a_second_copy_inside_nodes() -> None:
+    """Of 300 million weights and gradients on 8 nodes of 8, in one of four micro-batches from all ranks."""
+    options: dict[str, Any] = {"quantized_gathers": True, "quantized_reductions": True, "secondary_shard": 4}
+    plan = ParallelPlan(global_batch=256, dp_shard=64, sharding="zero3")
+    plain, compressed = (
+        PlanBatch.of([replace(plan, **changes)], PROBLEM.model.num_layers) for changes in ({}, options)
+    )
+    unit = UnitParameters.all_trained(PROBLEM, ELEMENTS, NONE)
+    assert compressed_states(PROBLEM, plain, unit) == ()
+    usual, (copy, inside, across) = (
+        sharded_states(PROBLEM, compressed, unit),
+        compressed_states(PROBLEM, compressed, unit),
+    )
+    assert usual.gather.buffer_bytes[0] == copy.buffer_bytes[0] == pytest.approx((1 + 4 / 8000) * 3e8)
+    assert (usual.gather.forward[0], usual.gather.backward[0], usual.reduce.backward[0]) == (0.25, 0, 0)
+    assert (copy.forward[0], copy.backward[0], copy.group.size[0]) == (0.75, 1, 4)
+    assert (inside.buffer_bytes[0], inside.group.stride[0], inside.group.size[0]) == (0.5 * 3e8, 1, 8)
+    assert (across.buffer_bytes[0], across.group.stride[0], across.group.size[0]) == (0.5 * 3e8 / 8, 8, 8)
+    links = Links.of(PROBLEM)
+    whole_s, copy_s, inside_s, across_s = (
+        float(collective.seconds(links)[0]) for collective in (usual.gather, copy, inside, across)
+    )
+    passes = sharded_states_s(PROBLEM, compressed, links, unit)
+    assert passes.forward_s[0] == pytest.approx(0.25 * whole_s + 0.75 * copy_s)
+    assert passes.backward_s[0] == pytest.approx(copy_s + inside_s + across_s)
+    copies = [copied_states_s(PROBLEM, batch, unit) for batch in (plain, compressed)]
+    assert copies[1].forward_s[0] / copies[0].forward_s[0] == pytest.approx((4 + 3) / 4)
+    held = [estimate(PROBLEM, batch).memory_terms_bytes["weights"][0] for batch in (plain, compressed)]
+    elements = held[0] / 2 * 64  # a shard of 16-bit weights each
+    assert held[1] - held[0] == pytest.approx(2 * elements / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(("framework", "held_bytes", "grad_bytes"), [("deepspeed-zero", 2, 2), ("pytorch-fsdp", 4, 4)])

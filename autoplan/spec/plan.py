@@ -144,6 +144,9 @@ class ParallelPlan:
     rope_fusion: bool = False
     main_weights: MainWeights = MainWeights.FP32
     moment_dtype: MomentType = MomentType.FP32
+    quantized_gathers: bool = False
+    quantized_reductions: bool = False
+    secondary_shard: int = 1
     wide_adapters: bool = False
     rank_order: RankOrder = RankOrder.DP_BEFORE_PP
     placement: tuple[str, ...] | None = None  # names of the nodes in the order of the ranks; None: as they come
@@ -236,6 +239,8 @@ class ParallelPlan:
         if self.dp * self.cp > 1:
             over = f" over {self.dp_shard * self.cp}" if self.dp_replicate > 1 and self.sharding != "none" else ""
             words.append(f"{sharding}{over}")
+        if self.secondary_shard > 1:
+            words.append(f"second copy over {self.secondary_shard}")
         if self.recompute != "none":
             words.append(self._recompute_words())
         if self.offload != "none":
@@ -362,6 +367,9 @@ class PlanBatch(Rows):
     rope_fusion: Bools
     main_weights: Ints
     moment_dtype: Ints
+    quantized_gathers: Bools
+    quantized_reductions: Bools
+    secondary_shard: Ints
     wide_adapters: Bools
     rank_order: Ints
     layout: Ints

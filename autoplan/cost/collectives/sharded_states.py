@@ -28,6 +28,12 @@ from autoplan.spec.problem import Problem
 # measured with Qwen3-30B on 8 H200 (PrimeIntellect-ai/prime-rl pull request 3234).
 HOST_BYTES_PER_S = 54e9
 
+# ZeRO++ (DeepSpeed 0.19.6): a gathered weight in 8 bits, with a scale for each 8,000 (CUDAQuantizer of
+# runtime/zero/partition_parameters.py), and a reduced gradient in 4; what the device reads and writes to make 16 bits
+# of such a weight, or to send such a gradient (runtime/comm/coalesced_collectives.py all_to_all_quant_reduce).
+QUANTIZED_WEIGHT_BYTES, QUANTIZED_GRAD_BYTES = 1.0 + 4.0 / 8000.0, 0.5
+MOVED_PER_QUANTIZED = 3.0
+
 
 class ShardedStates(NamedTuple):
     """Collectives of the parameters of one unit (a block, the embedding or the head) in a micro-batch."""
@@ -89,20 +95,23 @@ def sharded_states(problem: Problem, batch: PlanBatch, unit: UnitParameters) -> 
 
     zero3 gathers the weights in both passes and reduces the gradients in every micro-batch, or once per step in a
     pipeline whose framework keeps the weights between micro-batches.  zero2 only reduces, if the framework does so in
-    every micro-batch.  Recomputation needs no further gather.
+    every micro-batch.  Recomputation needs no further gather.  With a second copy, the first pass of a step alone
+    gathers from all ranks (`compressed_states` has the others).
     """
     groups, when = process_groups(batch), _when(problem, batch)
     wire = reduced_grad_bytes(problem, batch)
-    pieces = problem.framework.network.messages_per_block
-    times: Floats = np.where(when.once, 1.0 / batch.num_microbatches, 1.0)
-    gathers = (pieces * when.gathers * times, np.where(when.gathers & ~when.once, pieces, 0.0))
-    reduces = pieces * when.reduces * times
+    pieces, has_copy = problem.framework.network.messages_per_block, batch.secondary_shard > 1
+    times: Floats = np.where(when.once | has_copy, 1.0 / batch.num_microbatches, 1.0)
+    gathers = (pieces * when.gathers * times, np.where(when.gathers & ~when.once & ~has_copy, pieces, 0.0))
+    reduced: Floats = np.where(when.once, 1.0 / batch.num_microbatches, 1.0)
+    reduces = pieces * (when.reduces & ~batch.quantized_reductions) * reduced
+    narrowed = _narrowed(problem, batch)
     gather, gather_experts = (
         Collective(
             name,
             "all_gather",
             group,
-            num_bytes / pieces,
+            narrowed * num_bytes / pieces,
             forward=gathers[0],
             backward=gathers[1],
             is_repeated=False,
@@ -122,6 +131,44 @@ def sharded_states(problem: Problem, batch: PlanBatch, unit: UnitParameters) -> 
     return ShardedStates(gather, gather_experts, reduce, reduce_experts)
 
 
+def _narrowed(problem: Problem, batch: PlanBatch) -> Floats:
+    """Bytes of a gathered weight over those of its own type."""
+    return np.where(batch.quantized_gathers, QUANTIZED_WEIGHT_BYTES / problem.training.element_bytes, 1.0)
+
+
+def compressed_states(problem: Problem, batch: PlanBatch, unit: UnitParameters) -> tuple[Collective, ...]:
+    """Describe what ZeRO++ adds to the collectives of a unit; empty where no plan has it.
+
+    Gathers from the ranks that share a second copy of the weights, which is made in the first pass of a step and used
+    in all others; gradients of 4 bits, exchanged inside nodes and, added up, between them.
+    """
+    has_copy, exchanged = batch.secondary_shard > 1, np.where(batch.quantized_reductions, 1.0, 0.0)
+    if not (has_copy.any() or exchanged.any()):
+        return ()
+    shard, num_bytes = process_groups(batch).shard, _narrowed(problem, batch) * unit.dense_bytes
+    inside = np.minimum(shard.size, problem.cluster.devices_per_node)
+    sent = QUANTIZED_GRAD_BYTES * unit.trained_dense
+    return (
+        Collective(
+            "secondary shard",
+            "all_gather",
+            shard._replace(size=np.maximum(batch.secondary_shard, 1)),
+            num_bytes,
+            forward=np.where(has_copy, 1.0 - 1.0 / batch.num_microbatches, 0.0),
+            backward=np.where(has_copy, 1.0, 0.0),
+            is_repeated=False,
+        ),
+        Collective("shard", "all_to_all", shard._replace(size=inside), sent, backward=exchanged),
+        Collective(
+            "shard",
+            "all_to_all",
+            shard._replace(stride=shard.stride * inside, size=shard.size // inside),
+            sent / inside,
+            backward=exchanged,
+        ),
+    )
+
+
 def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, parameters: UnitParameters) -> SplitPass:
     """Time of the collectives of a unit's parameters in a micro-batch, exposed or hidden.
 
@@ -136,6 +183,11 @@ def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, param
     copies = network.copies_sharded_pieces * KERNEL_START_S * problem.calibration.memory_bound * pieces
     gather, reduce = network.sharded_wire_factor * gather + copies, network.sharded_wire_factor * reduce + copies
     passes = SplitPass(gather * unit.gather.forward, gather * unit.gather.backward, reduce * unit.reduce.backward)
+    for at, added in enumerate(compressed_states(problem, batch, parameters)):
+        seconds = network.sharded_wire_factor * added.seconds(links)
+        forward, backward = seconds * added.forward, seconds * added.backward
+        none = np.zeros_like(seconds)
+        passes = passes.plus(SplitPass(none, none, backward) if at else SplitPass(forward, backward, none))
     if not parameters_on_host(batch).any():
         return passes
     fetch, store = _host_copies_s(problem, batch, parameters, unit)
@@ -169,6 +221,13 @@ def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParamete
         np.where(when.once, elements / batch.num_microbatches, elements)
         for elements in (parameters.all_elements, parameters.trained_elements)
     )
-    weights = framework.kernels.bytes_copied_per_gathered * copied * when.gathers
-    grads = framework.kernels.bytes_copied_per_reduced * reduced * when.reduces
+    per_weight, per_grad = (
+        usual + np.where(is_quantized, MOVED_PER_QUANTIZED, 0.0)
+        for usual, is_quantized in (
+            (framework.kernels.bytes_copied_per_gathered, batch.quantized_gathers),
+            (framework.kernels.bytes_copied_per_reduced, batch.quantized_reductions),
+        )
+    )
+    weights = per_weight * copied * when.gathers
+    grads = per_grad * reduced * when.reduces
     return Pass(memory_bound_s(problem, weights), memory_bound_s(problem, np.where(when.once, 0.0, weights) + grads))

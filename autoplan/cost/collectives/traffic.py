@@ -16,7 +16,7 @@ from autoplan.cost.collectives.context_parallel import context_parallel
 from autoplan.cost.collectives.end_of_step import end_of_step
 from autoplan.cost.collectives.expert_parallel import expert_parallel
 from autoplan.cost.collectives.pipeline_messages import message, tied_table
-from autoplan.cost.collectives.sharded_states import sharded_states
+from autoplan.cost.collectives.sharded_states import compressed_states, sharded_states
 from autoplan.cost.collectives.tensor_parallel import (
     adapter_collectives,
     block_collectives,
@@ -173,7 +173,7 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
     yield from _counted((*hidden, loss), Passes(forward=heads, backward=heads), stages)
     # Embedding and head are separate units, even on one stage.
     for end, where in zip(end_parameters(problem, blocks, parameters), (is_first, is_last), strict=True):
-        unit = sharded_states(problem, batch, end)
+        unit = (*sharded_states(problem, batch, end), *compressed_states(problem, batch, end))
         yield from _counted(unit, Passes(forward=microbatches * where, backward=microbatches * where), stages)
     for collective in end_of_step(problem, batch, parameters):
         yield Transfers(collective=collective, times=np.broadcast_to(collective.at_end, parameters.dense.shape)[0])
@@ -197,7 +197,8 @@ def _of_block(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
         yield encoder_gradient(problem, batch)
     if block is Block.MOE:
         yield from expert_parallel(problem, batch)
-    yield from sharded_states(problem, batch, unit_parameters(problem, batch, shape))
+    unit = unit_parameters(problem, batch, shape)
+    yield from (*sharded_states(problem, batch, unit), *compressed_states(problem, batch, unit))
 
 
 def _block_passes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, block: Block) -> Passes:

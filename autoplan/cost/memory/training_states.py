@@ -49,6 +49,9 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     fp16 = batch.precision == Precision.FP16.code
     weights = held_weight_bytes(problem, batch, parameters, groups, zero1 if framework.memory.fsdp2_states else zero3)
     weights = weights + _narrow_weight_bytes(problem, batch, parameters)
+    if (has_copy := batch.secondary_shard > 1).any():  # of all weights in 16 bits, trained or not
+        whole = (parameters.dense + parameters.expert) * problem.training.element_bytes
+        weights = weights + whole * (has_copy * zero3 / batch.secondary_shard)[:, None]
     per_grad = grad_bytes(problem, batch)
     gradients = spread(per_grad, zero2)
     accumulator, on_host = accumulator_bytes(problem, batch), share_on_host(batch)

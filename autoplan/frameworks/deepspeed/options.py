@@ -71,6 +71,11 @@ SHARDING = word(
     "stage", "sharding", Sharding.NONE, {0: Sharding.NONE, 1: Sharding.ZERO1, 2: Sharding.ZERO2, 3: Sharding.ZERO3}
 )
 OVERLAP = switch("overlap_comm", "grad_reduce_overlap")
+ZERO_PLUS_PLUS: tuple[Row, ...] = (
+    switch("zero_quantized_weights", "quantized_gathers", when=lambda file: file.best.plan.quantized_gathers),
+    switch("zero_quantized_gradients", "quantized_reductions", when=lambda file: file.best.plan.quantized_reductions),
+    count("zero_hpz_partition_size", "secondary_shard", 1, when=lambda file: file.best.plan.secondary_shard > 1),
+)
 ZERO: tuple[Option, ...] = (
     SHARDING,
     OVERLAP,
@@ -94,8 +99,6 @@ ZERO: tuple[Option, ...] = (
     _priced("stage3_module_granularity_threshold", 0),
     _priced("stage3_param_persistence_threshold", 1e5),
     _priced("stage3_use_all_reduce_for_fetch_params", False),
-    _priced("zero_hpz_partition_size", 1),
-    _priced("zero_quantized_gradients", False),
     _priced("zero_quantized_nontrainable_weights", False),
-    _priced("zero_quantized_weights", False),
+    *ZERO_PLUS_PLUS,
 )

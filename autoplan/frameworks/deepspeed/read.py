@@ -28,6 +28,7 @@ from autoplan.frameworks.deepspeed.options import (
     TP,
     TP_OVERLAP,
     ZERO,
+    ZERO_PLUS_PLUS,
 )
 from autoplan.spec.enums import ContextParallelKind, GradType, Offload, Precision, Recompute, Sharding
 from autoplan.spec.plan import ParallelPlan
@@ -249,9 +250,21 @@ def _states(zero: Options, replicas: int) -> Fields:
         "dp_replicate": replicas // shard,
         "dp_shard": shard,
         **_offload(zero, sharding),
+        **_compressed(zero, sharding),
         "grad_reduce_overlap": zero.flag(OVERLAP.key, is_full),
         "param_gather_overlap": not is_full or zero.value(_PREFETCH) != 0,
     }
+
+
+def _compressed(zero: Options, sharding: Sharding) -> Fields:
+    """Return the options of ZeRO++, which only stage 3 has (runtime/zero/stage3.py)."""
+    fields = read_fields(ZERO_PLUS_PLUS, zero)
+    if sharding == Sharding.ZERO3:
+        return fields
+    for row in ZERO_PLUS_PLUS:
+        if fields[row.field] != row.default:
+            zero.remark(row.key, "of stage 3 alone: priced without it")
+    return {}
 
 
 def _offload(zero: Options, sharding: Sharding) -> Fields:

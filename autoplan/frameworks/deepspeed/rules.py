@@ -49,6 +49,13 @@ def _sharded_experts(workload: Workload, batch: PlanBatch) -> Bools:
 # -- sharding ---------------------------------------------------------------------------------------------------------
 
 
+def _compressed_states(workload: Workload, batch: PlanBatch) -> Bools:
+    """Return which plans have the groups of ZeRO++, which are counted over all ranks, or need none."""
+    has_none = ~batch.quantized_gathers & ~batch.quantized_reductions & (batch.secondary_shard == 1)
+    is_alone = (batch.sharding == ZERO3) & (batch.dp_shard == batch.num_devices) & (batch.ep == 1)
+    return has_none | (is_alone & (batch.dp_shard % batch.secondary_shard == 0))
+
+
 # -- data types of the states -----------------------------------------------------------------------------------------
 
 
@@ -71,7 +78,10 @@ SUPPORTED = (
     SupportedWords(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
 )
 
-EXTRAS = ("dropout", "grad_dtype", "main_weights", "moment_dtype", "offload_percent", "reduce_dtype")
+EXTRAS = (
+    *("dropout", "grad_dtype", "main_weights", "moment_dtype", "offload_percent", "reduce_dtype"),
+    *("quantized_gathers", "quantized_reductions", "secondary_shard"),
+)
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,
@@ -144,6 +154,15 @@ RULES: tuple[Rule, ...] = (
         text=lambda s, p: (
             f"offload_percent {p.offload_percent} needs zero3 and offload optimizer, they are {p.sharding} and "
             f"{p.offload}: leave it out"
+        ),
+    ),
+    Rule(
+        source="runtime/comm/coalesced_collectives.py all_to_all_quant_reduce, utils/groups.py",
+        holds=_compressed_states,
+        text=lambda s, p: (
+            "quantized_gathers, quantized_reductions and secondary_shard, a divisor of the devices, need zero3 over "
+            f"all of them and ep 1: {p.sharding} is over {p.dp_shard} of {p.num_devices}, secondary_shard "
+            f"{p.secondary_shard}, ep {p.ep}: leave them out"
         ),
     ),
     Rule(
