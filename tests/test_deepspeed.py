@@ -305,6 +305,10 @@ def test_stage_3_alone_offloads_parameters() -> None:
         ({"optimizer.type": "Lamb"}, "optimizer.type"),
         ({"pipeline.stages": 4}, "pipeline.stages"),
         (
+            {"bf16": None, "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+            "fp16.fp16_master_weights_and_grads",
+        ),
+        (
             {"data_types.grad_accum_dtype": "fp32", "bf16": None, "fp16": {"enabled": True}},
             "data_types.grad_accum_dtype",
         ),

@@ -179,6 +179,8 @@ def _types(options: Options) -> Fields:
     if reduced[ACCUMULATOR.field] == GradType.FP32 and not section.flag("enabled"):
         data_types.remark(ACCUMULATOR.key, "gradients of fp16 runs are priced in 16 bits")
         reduced[ACCUMULATOR.field] = GradType.BF16
+    if (halves := options.inside("fp16")).flag("fp16_master_weights_and_grads"):
+        halves.remark("fp16_master_weights_and_grads", "main weights and gradients on the host are priced in fp32")
     types = read_fields(STATES, section)
     masters, moments = (row.key for row in STATES)
     if section.flag(masters) != section.flag(moments):

@@ -364,6 +364,7 @@ UNWRITTEN: Line = (
     Assumed("delta_offload_bytes_across_pp_ranks", (0,), "priced with the same parts of every stage on the host"),
     *(Assumed(key) for key in ("min_offloaded_tensor_size", "fine_grained_offloading_max_inflight_offloads",
                                "delay_offload_until_cuda_graph")),
+    Assumed("disable_parameter_transpose_cache", (False,), "8-bit copies of weights are priced as kept"),
     Assumed("delay_wgrad_compute", (False,), "the delay of weight gradients is not priced"),
     Constant("train_iters", names=TRAIN),
     Constant("norm_epsilon", names={BRIDGE: "model.layernorm_epsilon"}),
