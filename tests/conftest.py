@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 # The same examples in every run, so that a change is judged by what it changes; `make hunt` draws others.
-settings.register_profile("same", deadline=None, max_examples=50, derandomize=True)
+settings.register_profile("same", deadline=None, max_examples=25, derandomize=True)
 settings.register_profile("hunt", deadline=None, max_examples=50)
 settings.load_profile("same")
 

@@ -87,7 +87,7 @@ def test_an_exported_pair_is_read_together(tmp_path: Path, changes: dict[str, An
     assert [unread.option for unread in launch.unread if unread.matters] == []
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from((1, 2, 4)),
     st.sampled_from((1, 2, 4)),
@@ -328,7 +328,7 @@ def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(damaged([text_of(PLANS["all"]), text_of(PLANS["copies"]), COMMAND]))
 def test_a_damaged_file_is_read_or_refused(text: str) -> None:
     with suppress(InputError):

@@ -305,7 +305,7 @@ def test_timings_of_the_database_take_the_place_of_fitted_curves(searched: Path,
 
 def test_a_plan_keeps_its_times_whatever_becomes_of_the_database(searched: Path, tmp_path: Path) -> None:
     def add(seconds: float, moment: str, torch: str = "2.13.0") -> None:
-        sizes = [2**power for power in range(9, 18)]
+        sizes = [2**power for power in range(9, 18, 2)]
         with open_store(str(tmp_path / "lab.db")) as store:
             store.add(
                 Record(
@@ -333,7 +333,7 @@ def test_a_plan_keeps_its_times_whatever_becomes_of_the_database(searched: Path,
     header = json.loads((tmp_path / "timed.json").read_text())["best"]["step_s"]
     assert step("explain", "timed.json") == (header, "")
     add(6e-15, "2026-11-21T12:00:00+00:00", torch="2.14.0")  # a colleague has news
-    moved = f"{tmp_path}/lab.db has other timings than the plan: 729 changed, of h100-sxm, torch 2.14.0 instead"
+    moved = f"{tmp_path}/lab.db has other timings than the plan: 125 changed, of h100-sxm, torch 2.14.0 instead"
     for command in ("explain", "estimate"):
         step_s, said = step(command, "timed.json")
         assert step_s == header

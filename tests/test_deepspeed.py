@@ -173,7 +173,7 @@ def plan_files(draw: st.DrawFn) -> PlanFile:
     )
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(plan_files())
 def test_what_is_exported_is_read_back(file: PlanFile) -> None:
     try:

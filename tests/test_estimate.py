@@ -184,7 +184,7 @@ def test_every_term_is_finite_and_not_negative(case: tuple[Problem, ParallelPlan
     assert cost.low_s[0] < cost.step_s[0] < cost.high_s[0]
 
 
-@settings(max_examples=60, derandomize=True, phases=[Phase.generate])  # plans are read more easily than shrunk
+@settings(max_examples=20, derandomize=True, phases=[Phase.generate])  # plans are read more easily than shrunk
 @given(problems, st.data())
 def test_a_batch_of_n_equals_n_batches_of_one_bit_for_bit(problem: Problem, data: st.DataObject) -> None:
     several = data.draw(st.lists(plans(model=problem.model.name), min_size=2, max_size=8))
@@ -693,7 +693,7 @@ def test_the_launches_of_the_first_forward_pass_hide_under_no_head() -> None:
 
 
 @pytest.mark.parametrize("part", ["link", "network", "memory", "efficiency", "host link", "peak"])
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(case=cases(fills_pipeline=True), factor=st.floats(1.0, 20.0))
 def test_a_faster_part_never_slows_a_step(part: str, case: tuple[Problem, ParallelPlan], factor: float) -> None:
     problem, plan = case
@@ -720,7 +720,7 @@ HIDING = ParallelPlan(
 )  # fmt: skip
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @example((problem_of("dense", framework=load_framework("deepspeed-zero"), cluster="aws-p4d:64x8"), HIDING), 1.5)
 @given(cases(fills_pipeline=True), st.floats(1.0, 10.0))
 def test_lower_efficiency_of_every_component_never_speeds_a_step_up(

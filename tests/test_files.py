@@ -248,7 +248,7 @@ json_values = st.recursive(
 
 
 @pytest.mark.parametrize("kind", [ClusterSpec, DeviceSpec, ModelSpec, Framework])
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(junk=st.data())
 def test_junk_in_any_field_is_an_input_error_or_a_value(kind: type, junk: st.DataObject) -> None:
     names = [field.name for field in fields(kind)]
@@ -263,7 +263,7 @@ def test_junk_in_any_field_is_an_input_error_or_a_value(kind: type, junk: st.Dat
     assert "\n" not in said
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.dictionaries(st.text(max_size=12), json_values, max_size=5))
 def test_a_junk_table_is_never_a_cluster(table: dict[str, Any]) -> None:
     refusal(ClusterSpec, table)
@@ -359,7 +359,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, name: str) -> Non
         read_table(tmp_path / name)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.binary(max_size=200), suffix=st.sampled_from([".toml", ".json"]))
 @example(data=b"a = 1979-05-27T07:32:00Z", suffix=".toml")
 @example(data=b'{"\\ud800": 1}', suffix=".json")

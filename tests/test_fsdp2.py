@@ -48,7 +48,7 @@ def assert_read_back(plan_file: PlanFile) -> None:
     assert (launch.training, launch.plan, launch.unread) == (plan_file.training, plan_file.best.plan, ())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(
         (("1f1b", 1), ("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2), ("zb-v", 2), ("dualpipe-v", 2))
@@ -135,7 +135,7 @@ def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     damaged(
         [files_of(fsdp(dp_shard=8))["fsdp2.json"], files_of(fsdp(pp=2, vp=3, schedule="interleaved"))["fsdp2.json"]]

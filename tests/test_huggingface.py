@@ -988,7 +988,7 @@ BASES = [
 ]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_junk_raises_nothing_but_input_errors(data: st.DataObject) -> None:
     table = dict(data.draw(st.sampled_from(BASES)))

@@ -409,7 +409,7 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 
 def test_unlike_devices_wait_for_longer_samples_too() -> None:
-    options: dict[str, Any] = {"cluster": "h100-sxm:1x8+a100-sxm:1x8", "global_batch": 64, "seq_len": 400}
+    options: dict[str, Any] = {"cluster": "h100-sxm:1x2+a100-sxm:1x2", "global_batch": 16, "seq_len": 400}
     padded = autoplan.search_mixed("llama3-8b", lengths=TWO, batching="padded", **options).best
     assert padded.terms_s["uneven_lengths"] > 0
     assert autoplan.search_mixed("llama3-8b", **options).best.terms_s["uneven_lengths"] == 0

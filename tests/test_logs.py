@@ -354,7 +354,7 @@ PIECES = st.one_of(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(pieces=st.lists(PIECES, max_size=30), cut=st.integers(1, 50), is_batch_known=st.booleans())
 def test_whatever_comes_in_whatever_pieces_gives_one_answer_or_an_input_error(
     pieces: list[bytes], cut: int, is_batch_known: bool

@@ -430,7 +430,7 @@ SCATTERED: Times = {
 TABLE = table(SCATTERED)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(cases(), st.booleans())
 def test_shares_add_up_to_one(case: tuple[Problem, ParallelPlan], has_table: bool) -> None:
     problem, plan = case
@@ -454,7 +454,7 @@ def test_a_plan_takes_as_long_in_any_batch(problem: Problem, data: st.DataObject
         assert together.step_s[at] == price(problem, plan).step_s[0]
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(cases(), st.floats(0.1, 1.0))
 def test_faster_kernels_never_make_a_plan_slower(case: tuple[Problem, ParallelPlan], factor: float) -> None:
     problem, plan = case

@@ -252,7 +252,7 @@ def assert_comes_back(reader: Reader, name: str, text: str, file: PlanFile) -> N
     assert [option for option in launch.unread if option.matters] == []
 
 
-FEW = settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 
 
 @FEW

@@ -925,7 +925,7 @@ def test_more_micro_batches_take_no_more_memory_beyond_the_pipeline(case: tuple[
     assert cost.memory_bytes[1] == cost.memory_bytes[0]
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(plans(), st.booleans())
 def test_weights_of_all_stages_and_shards_are_two_bytes_a_parameter(
     case: tuple[Problem, ParallelPlan], is_tied: bool

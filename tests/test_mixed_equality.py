@@ -40,7 +40,7 @@ CASES = [
     ("llama3-8b", "a100-sxm:2x8", "deepspeed-hf", {"loss": "dpo"}),
     ("llama2-7b", "h100-sxm:2x8", "megatron-core", {"lengths": "500:3,4000:1", "batching": "padded"}),
 ]
-NUM_PLANS = 60
+NUM_PLANS = 24
 
 
 def some_plans(problem: Problem) -> PlanBatch:

@@ -93,7 +93,7 @@ def kinds_on(draw: st.DrawFn, part: int) -> ReplicaKind:
     )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     kinds_on(0),
     kinds_on(1),
@@ -183,7 +183,7 @@ def test_one_part_has_the_timeline_of_a_plain_cluster_and_so_have_its_halves(
 # -- uneven stages ----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 20), st.data())
 def test_unlike_hops_run_as_the_simulation_of_blocking_calls(p: int, m: int, data: st.DataObject) -> None:
     def some(low: float, high: float, count: int) -> list[float]:

@@ -65,8 +65,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize(("name", "precision"), [*((name, "bf16") for name in REAL), ("zero3", "fp32")])
 def test_oracle_and_prediction_are_what_real_ranks_hold(name: str, precision: Any) -> None:
     """Tracked on gloo ranks; tokens and scratch tensors of the loss are all that the oracle leaves out."""
     real = replace(REAL[name], precision=precision)
@@ -89,8 +88,7 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize(("name", "precision"), [*((name, "bf16") for name in LARGE), ("tp", "fp32")])
 def test_prediction_is_what_the_oracle_counts(name: str, precision: Any) -> None:
     """Layers as wide as those of Llama 3 8B and Mixtral 8x7B."""
     model, large = LARGE[name]

@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # takes long to load
 
 SEARCHES = {
     "dense": "llama3-70b --cluster h100-sxm:8x8 --global-batch 256 --seq-len 8192 --why",
-    "experts": "deepseek-v3 --cluster h100-sxm:256x8 --global-batch 8192 --seq-len 4096 --fix tp=1 --fix ep=8",
+    "experts": "deepseek-v3 --cluster h100-sxm:256x8 --global-batch 8192 --seq-len 4096 "
+    "--fix tp=1 --fix ep=8 --fix pp=16 --fix micro_batch=1 --fix recompute=full",
 }
 WIDTHS = (375, 768, 1440)
 HOSTILE = '</script><img src=x onerror="window.stolen=1">\'&amp;'

@@ -26,12 +26,20 @@ SEARCH = (
 )
 
 
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The file of a plan for two ranks on a node of CPUs."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "tiny.toml").write_text(TINY_TOML)
+    assert run(folder, *SEARCH.split()).returncode == 0
+    return (folder / "plan.json").read_text()
+
+
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with a plan for two ranks on a node of CPUs, and a Slurm."""
-    (tmp_path / "tiny.toml").write_text(TINY_TOML)
+def folder(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the plan, and a Slurm."""
+    (tmp_path / "plan.json").write_text(plan)
     (tmp_path / "often.toml").write_text('extends = "slurm"\npoll_every_s = 0.2\n')
-    assert run(tmp_path, *SEARCH.split()).returncode == 0
     (tmp_path / "slurm").mkdir()
     slurm = StandIn(tmp_path / "slurm")
     programs = Path(sys.executable).parent  # torchrun is there, whether or not the environment is active
@@ -41,7 +49,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folder: Path) -> None:
-    asked = "profile --for plan.json --template often.toml --budget 5s --allowance 0.05s --db times.db --work job"
+    asked = "profile --for plan.json --template often.toml --budget 2s --allowance 0.02s --db times.db --work job"
     done = run(folder, *asked.split())
     assert done.returncode == 0, done.stderr
     records = held(folder / "times.db")

@@ -201,9 +201,8 @@ def test_the_age_of_a_record_is_counted_in_days() -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-SEARCH = (
-    "search llama3-8b --cluster h100-sxm:2x8 --global-batch 64 --seq-len 4096 --fix tp=4 --fix micro_batch=2 --quiet"
-)
+# A page for the answer of a search would be searched for again in other sizes.
+ESTIMATE = "estimate llama3-8b --cluster h100-sxm:2x8 --global-batch 64 --seq-len 4096 --tp 4 --sp --micro-batch 2"
 
 
 def test_the_command_tells_who_measured_what_where_and_when(url: str, tmp_path: Path) -> None:
@@ -223,7 +222,7 @@ def test_the_command_tells_who_measured_what_where_and_when(url: str, tmp_path: 
     ]
     with open_store(url) as store:
         store.add(records)
-    done = run(tmp_path, *SEARCH.split(), "--timings", "db", "--db", url, "--out", "plan.json")
+    done = run(tmp_path, *ESTIMATE.split(), "--timings", "db", "--db", url, "--out", "plan.json")
     assert done.returncode == 0, done.stderr
     shown = run(tmp_path, "explain", "plan.json", "--timings", "--db", url, COLUMNS="160")
     assert shown.returncode == 0, shown.stderr
@@ -244,7 +243,7 @@ def test_the_command_tells_who_measured_what_where_and_when(url: str, tmp_path: 
 
 
 def test_the_command_says_what_it_cannot_tell(tmp_path: Path) -> None:
-    done = run(tmp_path, *SEARCH.split(), "--out", "plan.json")
+    done = run(tmp_path, *ESTIMATE.split(), "--out", "plan.json")
     assert done.returncode == 0, done.stderr
     shown = run(tmp_path, "explain", "plan.json", "--timings")
     assert "nothing was measured" in shown.stdout
@@ -253,7 +252,7 @@ def test_the_command_says_what_it_cannot_tell(tmp_path: Path) -> None:
     assert refused.stderr.count("\n") == 1
     with open_store(str(tmp_path / "t.db")) as store:
         store.add([Record(fingerprint=LAB, operation="gemm", shape=(8192, *QKV), dtype="bf16", samples_s=(2e-4,))])
-    run(tmp_path, *SEARCH.split(), "--timings", "db", "--db", "t.db", "--out", "timed.json")
+    run(tmp_path, *ESTIMATE.split(), "--timings", "db", "--db", "t.db", "--out", "timed.json")
     (tmp_path / "t.db").unlink()
     shown = run(tmp_path, "explain", "timed.json", "--timings")
     assert shown.returncode == 0, shown.stderr

@@ -34,7 +34,7 @@ MOE = ModelSpec(
 @pytest.mark.parametrize("model", [DENSE, MOE])
 @pytest.mark.parametrize("cluster", ["h100-sxm:2x8", "a100-sxm-40:3x8"])
 def test_the_best_plan_is_that_of_a_plain_enumeration(model: ModelSpec, cluster: str) -> None:
-    problem, space = make(model, cluster, batches=(48, 72))
+    problem, space = make(model, cluster, batches=(24, 48))
     result = search(problem, space)
     batch, owner = space.plans(space.cells())
     costs = estimate(problem, batch)
@@ -65,15 +65,16 @@ def test_rivals_are_the_best_of_their_cells() -> None:
     assert len(result.rivals) > 5
 
 
-@pytest.mark.parametrize("share", [0.9, 0.99, 1.01, 1.03, 1.06, 1.1, 1.2, 1.5, 2.0])
+@pytest.mark.parametrize("share", [0.9, 0.99, 1.01, 1.06, 1.2, 2.0])
 def test_a_plan_that_may_fit_stands_for_its_cell_before_one_that_does_not(share: float) -> None:
     """`share`: memory that may be used over that of the leanest plan, which is never the fastest of its cell."""
-    problem, space = make(DENSE, "h100-sxm:1x8")
-    least = estimate(problem, space.plans(space.cells())[0]).memory_bytes.min()
-    result = search(replace(problem, reserve_bytes=problem.capacity_bytes - share * least), space)
-    assert result.rivals[:1] == result.ranked[:1]
+    problem, space = make(DENSE, "h100-sxm:1x8", batches=(16,))
     batch, _ = space.plans(space.cells())
-    verdicts = estimate(replace(problem, reserve_bytes=problem.capacity_bytes - share * least), batch).verdict
+    least = estimate(problem, batch).memory_bytes.min()
+    tight = replace(problem, reserve_bytes=problem.capacity_bytes - share * least)
+    result = search(tight, space)
+    assert result.rivals[:1] == result.ranked[:1]
+    verdicts = estimate(tight, batch).verdict
     assert [ranked_plan.verdict for ranked_plan in result.ranked[:1]] == [
         VERDICTS[v] for v in [verdicts.min()] if v < 2
     ]
@@ -343,7 +344,7 @@ def test_a_damaged_journal_is_refused_in_one_line_or_harmless(tmp_path: Path) ->
     expected = search(problem, space, shared=Shared(url=str(journal), name="one")).ranked[0].plan
     whole, dice = journal.read_bytes(), random.Random(7)
     refusals = set[str]()
-    for number in range(60):
+    for number in range(24):
         data, at = bytearray(whole), dice.randrange(len(whole))
         data[at : at + dice.choice((1, 8, 60))] = dice.choice((b"", b"null", b"{}", b"x", b"7", b'"', b"findings"))
         copy = tmp_path / f"journal {number}"

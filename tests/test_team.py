@@ -179,7 +179,7 @@ class Page(HTMLParser):
 def folder(tmp_path: Path) -> Path:
     fill(str(tmp_path / "a.db"))
     asked = ("llama3-8b", "--cluster", "h100-sxm:1x8", "--global-batch", "64", "--seq-len", "4096")
-    assert run(tmp_path, "search", *asked, "--quiet", "--out", "plan.json").returncode == 0
+    assert run(tmp_path, "estimate", *asked, "--out", "plan.json").returncode == 0
     return tmp_path
 
 
@@ -208,7 +208,7 @@ def test_the_command_writes_a_page_and_says_what_a_plan_lacks(folder: Path) -> N
 
 def test_a_plan_of_a_device_that_nobody_measured_lacks_all(folder: Path) -> None:
     asked = ("llama3-8b", "--cluster", "a100-sxm:1x8", "--global-batch", "64", "--seq-len", "4096")
-    assert run(folder, "search", *asked, "--quiet", "--out", "other.json").returncode == 0
+    assert run(folder, "estimate", *asked, "--out", "other.json").returncode == 0
     found: TeamOverview = team.overview(str(folder / "a.db"), [folder / "other.json"])
     (needs,) = found.plans
     assert needs.machine == ""

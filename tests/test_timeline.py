@@ -101,13 +101,13 @@ def fill_the_step(rank: RankTimeline, step: float) -> None:
         assert event.duration_s >= 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases())
 def test_the_timeline_is_the_estimate(case: tuple[Problem, ParallelPlan]) -> None:
     check(*case)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(any_schedule())
 def test_the_timeline_is_the_estimate_under_every_schedule(case: tuple[Problem, ParallelPlan]) -> None:
     check(*case)
@@ -126,7 +126,7 @@ def by_pass(line: Timeline) -> dict[tuple[str, int | None, int | None], Event]:
     }
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(any_schedule())
 def test_a_pass_begins_when_the_message_that_it_needs_is_there(case: tuple[Problem, ParallelPlan]) -> None:
     problem, plan = case

@@ -159,7 +159,7 @@ def plans(draw: st.DrawFn) -> PlanFile:
         raise
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans())
 def test_whatever_it_runs_is_read_back(plan_file: PlanFile) -> None:
     try:
@@ -361,7 +361,7 @@ WHOLE = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(damaged(WHOLE))
 def test_a_damaged_file_is_read_or_refused(text: str) -> None:
     with suppress(InputError):
