@@ -300,8 +300,8 @@ def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, to: str) ->
         if reader.recognises(written.name, written.text):
             try:
                 return dict(reader.read(written.text, context).options)
-            except InputError as error:  # such as a script that starts what another file describes
-                refusal = error
+            except InputError:  # such as a file beside the arguments of a program
+                refusal = InputError(f"{written.name} of the export leaves arguments to the program")
     raise refusal
 
 
