@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -418,3 +419,17 @@ def test_what_its_arguments_cannot_express_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=says):
         write(plan_file({"sharding": "none"} | plan, **about), tmp_path)
+
+
+def test_options_of_a_script_and_of_the_file_of_deepspeed_that_it_names_are_compared(tmp_path: Path) -> None:
+    """The exported script names a file, too, which it is read with."""
+    stage = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": stage}))
+    words = "--model_name_or_path mistralai/Mistral-7B-Instruct-v0.3 --per_device_train_batch_size 4 --bf16 True"
+    (tmp_path / "run.sh").write_text(f"#!/bin/bash\ndeepspeed --num_gpus 8 train.py --deepspeed ds.json {words}\n")
+    today = autoplan.search(cluster="a100-sxm:1x8", seq_len=2048, launch_file=tmp_path / "run.sh").file.today
+    assert today is not None
+    assert not today.no_options
+    changed = {option.option: option.after for option in today.options}
+    assert changed["zero_optimization.offload_optimizer.device"] is None
+    assert "--bf16" not in changed

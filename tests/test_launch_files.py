@@ -236,7 +236,13 @@ def test_the_walk_ends_at_the_best_plan_and_options_are_the_targets_own(folder: 
 
 def test_a_number_that_is_written_otherwise_is_no_change() -> None:
     before = {"--hidden-dropout": "0", "--norm-epsilon": "1e-5", "--rotary-base": "10000", "--bf16": "", "--data": "a"}
-    after = {"--hidden-dropout": "0.0", "--norm-epsilon": "0.00001", "--rotary-base": "500000", "--data": "b"}
+    before, after_words = before | {"--tf32": "True"}, {"--tf32": "true"}
+    after = {
+        "--hidden-dropout": "0.0",
+        "--norm-epsilon": "0.00001",
+        "--rotary-base": "500000",
+        "--data": "b",
+    } | after_words
     changed = [one.option for one in differing(before, after)]
     assert changed == ["--rotary-base", "--bf16", "--data"]
 

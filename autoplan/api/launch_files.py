@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from autoplan.api.problem import ProblemOptions, check_rank_order, load_model, make_problem
 from autoplan.api.results import Result, Table
@@ -292,16 +293,24 @@ def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, to: str) 
 def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, to: str) -> dict[str, str]:
     """Return the options of a plan exported for `to`, the target of the launch file in a version."""
     cluster, reader = file.cluster, reader_of(started.launch.target)
-    context = replace(
-        started.context, num_devices=cluster.num_devices, devices_per_node=cluster.devices_per_node, variables=()
-    )
+    files = exported(replace(file, best=plan), to, "torchrun")
     refusal = InputError("none of its files can be read back")
-    for written in exported(replace(file, best=plan), to, "torchrun"):
-        if reader.recognises(written.name, written.text):
-            try:
-                return dict(reader.read(written.text, context).options)
-            except InputError:  # such as a file beside the arguments of a program
-                refusal = InputError(f"{written.name} of the export leaves arguments to the program")
+    with TemporaryDirectory() as folder:  # files name each other
+        for written in files if len(files) > 1 else ():
+            Path(folder, written.name).write_text(written.text, "utf-8")
+        context = replace(
+            started.context,
+            num_devices=cluster.num_devices,
+            devices_per_node=cluster.devices_per_node,
+            variables=(),
+            folder=Path(folder),
+        )
+        for written in files:
+            if reader.recognises(written.name, written.text):
+                try:
+                    return dict(reader.read(written.text, context).options)
+                except InputError:  # such as a file beside the arguments of a program
+                    refusal = InputError(f"{written.name} of the export leaves arguments to the program")
     raise refusal
 
 
@@ -316,9 +325,11 @@ def differing(before: Mapping[str, str], after: Mapping[str, str]) -> tuple[Opti
 
 
 def _is_same(first: str | None, second: str | None) -> bool:
-    """Return whether two values of an option mean the same: 0 is 0.0."""
+    """Return whether two values of an option mean the same: 0 is 0.0, and True is true."""
     if first is None or second is None or first == second:
         return first == second
+    if first.casefold() in ("true", "false"):
+        return first.casefold() == second.casefold()
     try:
         return float(first) == float(second)
     except ValueError:

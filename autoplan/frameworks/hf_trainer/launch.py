@@ -91,7 +91,7 @@ def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
     name = options.text(key)
     if name is None:
         raise InputError(f"{key} is not in the file: pass --model")
-    raise InputError(f"{key} {name[:80]!r} is not a known model: pass --model")
+    raise InputError(f"{key} {name[:80]!r} is not built in: pass --model, such as this name")
 
 
 def known_model(options: Options, key: str, context: LaunchContext) -> ModelSpec | None:
