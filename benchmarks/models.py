@@ -35,12 +35,14 @@ from autoplan.spec.model import ATTENTION_BLOCKS, Block, ModelSpec
 
 CLOSE = 0.001  # relative: parameters that agree
 CLOSE_OPERATIONS = 0.02
-COUNTED = ("causal", "masked")  # classes whose models read text alone
+COUNTED = ("causal", "masked", "sequence-to-sequence")  # classes whose models read text alone, or both texts of a pair
 SEQ_LEN = 256  # a chunk of the scans of Mamba-2, and no more than any table of learned positions holds
 # Whose forward pass in transformers does other work than training elsewhere, which is what ours counts.
 OTHER_WORK = {
     "llama4": "all experts for every token",
     "llama4_text": "all experts for every token",
+    "longt5": "blocks of 128 tokens beside neighbours, to which the tokens are padded",
+    "pegasus_x": "blocks of 512 tokens, to which the tokens are padded",
     "cpmant": "32 tokens of a prompt beside those of the text",
     "falcon_h1": "products within chunks of 256 tokens of Mamba-2",
     "mamba2": "products within chunks of 256 tokens of Mamba-2",
@@ -100,7 +102,7 @@ def rows(auto_class: Any, kinds: Iterable[str], *, counts_operations: bool) -> I
             yield Row(kind=kind, refusal=str(error).partition("; known")[0], parameters=expected)
         else:
             excess = count_parameters(model_spec) / expected - 1
-            counted = _counted_operations(model) if counts_operations and not model_spec.cross_attention else None
+            counted = _counted_operations(model) if counts_operations else None
             operations = _operations(model_spec) / counted - 1 if counted else None
             row = Row(kind=kind, left_out=model_spec.left_out, parameters=expected, excess=excess)
             yield row if model_spec.left_out or kind in OTHER_WORK else replace(row, operations=operations)
@@ -114,18 +116,19 @@ def _eager(auto_class: Any, config: Any) -> Any:
             model.set_experts_implementation("batched_mm")
     except (TypeError, ValueError):
         model = auto_class.from_config(config)
-    return model
+    return model.eval()  # which drops no layers
 
 
 def _counted_operations(model: Any) -> int | None:
     """Operations that torch counts of a forward pass of one sequence; None where transformers needs data for it."""
     tokens = torch.zeros((1, SEQ_LEN), dtype=torch.long, device="meta")
+    texts = {"input_ids": tokens} | ({"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {})
     with contextlib.suppress(Exception):  # of classes that insist on a number
         model.config.pad_token_id = None  # which would be looked for in the tokens
     for options in ({}, {"use_cache": False}):
         try:
             with FlopCounterMode(display=False) as counter, torch.no_grad():
-                model(input_ids=tokens, **options)
+                model(**texts, **options)
         except Exception:  # whatever a class raises on tensors without data
             continue
         return int(counter.get_total_flops())
@@ -133,8 +136,14 @@ def _counted_operations(model: Any) -> int | None:
 
 
 def _operations(model: ModelSpec) -> float:
-    """Operations of a forward pass of one sequence of text, with both halves of causal squares, as eager attention."""
-    text = replace(model, encoder=None, num_mtp_layers=0)
+    """Operations of a forward pass of a text, or of two, with both halves of causal squares, as eager attention."""
+    text = replace(model, encoder=model.encoder if model.cross_attention else None, num_mtp_layers=0)
+    masked = _masked(text) + (_masked(text.encoder.layers) if text.encoder else 0.0)
+    return SEQ_LEN * (model_flops_per_token(text, SEQ_LEN) / 3 + masked)
+
+
+def _masked(text: ModelSpec) -> float:
+    """Operations a token of what masks leave out, which eager attention computes."""
     masked = 0.0
     for layer in text.layers:
         for block in layer:
@@ -142,8 +151,9 @@ def _operations(model: ModelSpec) -> float:
                 own = text.attending(block)
                 width = own.attention_streams * own.num_heads * (own.qk_head_dim + own.v_head_dim)
                 width += sum(addition.score_width for addition in text.additions if addition.block == block)
-                masked += 2 * width * (SEQ_LEN - float(attention_context(text, Block(block), SEQ_LEN)))
-    return SEQ_LEN * (model_flops_per_token(text, SEQ_LEN) / 3 + masked)
+                seen = SEQ_LEN * (2 if text.merged_attention else 1)
+                masked += 2 * width * (seen - float(attention_context(text, Block(block), SEQ_LEN)))
+    return masked
 
 
 def main(arguments: list[str] | None = None) -> int:
