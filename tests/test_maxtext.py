@@ -18,6 +18,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.maxtext.options import per_device_batch
 from autoplan.frameworks.maxtext.read import read, recognises
 from autoplan.launch.targets import exported
+from autoplan.readers.model import find_preset
 from autoplan.spec.plan_file import PlanFile
 from framework_parsers import ask
 from read_back import check_price, matters
@@ -166,6 +167,14 @@ def test_what_costs_and_is_not_priced_is_listed() -> None:
         *("weight_dtype", "optimizer_memory_host_offload", "num_vocab_tiling"),
         "context_parallel_strategy",
     }
+
+
+def test_sizes_of_the_file_are_listed_where_another_model_is_given() -> None:
+    given = find_preset("llama3-8b")
+    file = "model_name: unheard-of\nbase_num_decoder_layers: 4\nper_device_batch_size: 1\nmax_target_length: 4096\n"
+    launch = read(file, LaunchContext(num_devices=8, model=given))
+    assert launch.model == given
+    assert {row.option for row in launch.unread} == {"model_name", "base_num_decoder_layers", "packing"}
 
 
 def test_a_pipeline_has_as_many_micro_batches_as_stages_where_it_is_silent() -> None:

@@ -139,7 +139,9 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     name = options.text("model_name", "default") or "default"
     further = options.optional_count("mtp_num_layers", 0) or 0
     if context.model is not None:
-        options.pass_over(*(row.key for row in (*SIZES, *EXPERTS, KV_HEADS, HEAD_DIM, FFN_SIZE)), "decoder_block")
+        sizes_of_file = (row.key for row in (*SIZES, *EXPERTS, KV_HEADS, HEAD_DIM, FFN_SIZE))
+        for key in filter(options.has, ("model_name", *sizes_of_file, "decoder_block", "mtp_num_layers")):
+            options.remark(key, "--model wins", matters=False)
         return context.model
     if name != "default":
         ours = {theirs: preset for preset, theirs in MODELS.items()}.get(name, name)
