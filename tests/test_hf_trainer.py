@@ -269,6 +269,16 @@ def test_a_module_that_torchrun_starts_is_a_program() -> None:
     assert (launch.plan.num_devices, launch.plan.recompute) == (4, "full")
 
 
+@pytest.mark.parametrize(("setting", "version"), [("export XLA_USE_SPMD=1", 1), ("true", 2)])
+def test_a_batch_that_all_devices_share_is_listed(setting: str, version: int) -> None:
+    script = (
+        f"{setting}\npython run_clm.py --model_name_or_path Qwen/Qwen3-8B --bf16 --block_size 2048 --fsdp full_shard "
+        f"""--per_device_train_batch_size 64 --fsdp_config '{{"xla_fsdp_v2": {str(version == 2).lower()}}}'\n"""
+    )
+    launch = read(script, LaunchContext(num_devices=64))
+    assert any("shared by all devices" in row.why and row.matters for row in launch.unread)
+
+
 def test_a_script_that_sources_another_that_is_missing_says_so() -> None:
     script = (
         "source settings.env\ntorchrun --nproc_per_node 8 train.py --model_name_or_path Qwen/Qwen3-8B --bf16 "

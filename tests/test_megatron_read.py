@@ -101,6 +101,7 @@ def test_dropout_is_that_of_scores_or_hidden_states() -> None:
         ("--lr 1e-4 --save here --train-iters 7", set()),
         ("--a-new-option 3 --another", {"--a-new-option", "--another", "--attention-backend"}),
         ("--a-new-option 3 --use-flash-attn", {"--a-new-option"}),
+        ("--data-impl mmap", {"--attention-backend"}),
         ("--num-experts 8 --moe-permute-fusion", {"moe_grouped_gemm"}),
         ("--cp-comm-type allgather --context-parallel-size 2", {"--cp-comm-type"}),
         (

@@ -28,6 +28,7 @@ from autoplan.frameworks.hf_trainer.options import (
     OFFLOADS,
     PRECISIONS,
     RECOMPUTE,
+    SPMD,
     is_on,
     read_optimizer,
 )
@@ -252,6 +253,8 @@ def _states(options: Options, mesh: Fields, context: LaunchContext, *, turns_on:
     if options.value("fsdp") in (False, "") or not uses_fsdp:
         return _copies(options, mesh, context)
     section.pass_over(*FSDP_COSTLESS)
+    if section.flag("xla_fsdp_v2"):
+        section.remark("xla_fsdp_v2", SPMD)
     version = section.optional_count("version", options.optional_count("fsdp_version", None)) or 2
     word = next((str(item).casefold() for item in words if item.casefold() in (*_SHARDED, *_HYBRID)), None)
     reshards = section.value("reshard_after_forward")

@@ -39,9 +39,11 @@ WRITTEN_OPTIM = {
 FSDP_COSTLESS = (
     *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "state_dict_type", "xla"),
     *("sync_module_states", "use_orig_params", "version", "final_state_dict_type", "min_num_params"),
-    *("xla_fsdp_v2", "xla_fsdp_settings", "limit_all_gathers"),
+    *("xla_fsdp_settings", "limit_all_gathers"),
     *("backward_prefetch", "forward_prefetch"),
 )
+# Why XLA's single program over all devices is listed (transformers/trainer.py, `tpu_spmd_dataloader`).
+SPMD = "the batch of a device is shared by all devices under SPMD: priced as that of each"
 OFFLOADS = (CPU_OFFLOAD.key, "offload_params")
 # Data type in which a program loads its model (transformers/modeling_utils.py, from_pretrained).
 HELD_KEYS = ("dtype", "torch_dtype")
@@ -56,6 +58,7 @@ ASSUMED: tuple[Option, ...] = (
     Assumed("torch_empty_cache_steps", (None, 0), "priced without it"),
     Assumed("ddp_find_unused_parameters", (False, None), "priced without it"),
     Assumed("ddp_bucket_cap_mb", (25, None), "priced as 25"),
+    Assumed("spmd_2d_sharding", (None, 0), SPMD),
     Assumed("activation_offloading", (False, None), "activations are priced on the device"),
 )
 # Arguments that affect neither time nor memory of a step.

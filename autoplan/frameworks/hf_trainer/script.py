@@ -10,6 +10,7 @@ from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import LaunchContext, Unread
 from autoplan.frameworks.common.options import Argument, Options, parse_json, parse_yaml
 from autoplan.frameworks.common.shell import Script, read_script
+from autoplan.frameworks.hf_trainer.options import SPMD
 from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, num_devices, started
 
 SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # not shell scripts
@@ -64,6 +65,8 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     if devices and visible.count(",") >= devices:
         why = f"{devices} processes start: layers that a program spreads over several devices each are not priced"
         options.remarks.append(Unread(option="CUDA_VISIBLE_DEVICES", value=visible, why=why))
+    if script.variables.get("XLA_USE_SPMD") == "1":
+        options.remarks.append(Unread(option="XLA_USE_SPMD", value="1", why=SPMD))
     options.remarks += script.unread()
     name = before[-1].rpartition("/")[2]
     command = module[1] if (module := _MODULE.fullmatch(name)) else name

@@ -77,7 +77,8 @@ def read(text: str, context: LaunchContext) -> Launch:
         launch = launch_of(arguments, context, target=target, framework=framework, num_devices=devices)
     except InputError as error:
         raise InputError(f"{error}{_left_open(script)}") from None
-    is_other_version = any(item.why == NOT_KNOWN and item.option[:2] == "--" for item in launch.unread)
+    is_other_version = arguments.has("data_impl")  # versions of 2023 and before
+    is_other_version |= any(item.why == NOT_KNOWN and item.option[:2] == "--" for item in launch.unread)
     if not is_other_version or any(map(arguments.has, _KERNELS)):
         return launch
     why = "flash is priced; a version whose layers are local by default keeps its scores"
