@@ -288,7 +288,9 @@ def test_stages_of_zero_hold_their_shares_of_mt5(sharding: Any, per_parameter: f
     model = read_huggingface({**T5_LARGE, **sizes, "model_type": "mt5"}, "mt5-xxl")
     assert count_parameters(model) == pytest.approx(12.9e9, rel=0.01)
     problem = make_problem(model, cluster="a100-sxm-40:1x8", seq_len=512, framework="deepspeed")
-    plan = ParallelPlan(global_batch=8, micro_batch=1, dp_shard=8, sharding=sharding, recompute="full")
+    plan = ParallelPlan(
+        global_batch=8, micro_batch=1, dp_shard=8, sharding=sharding, recompute="full", grad_dtype="bf16"
+    )
     priced = estimate(problem, PlanBatch.of([plan], model.num_layers))
     states = sum(float(priced.memory_terms_bytes[name][0]) for name in ("weights", "gradients", "optimizer"))
     assert states == pytest.approx(per_parameter * count_parameters(model), rel=0.02)
