@@ -26,9 +26,9 @@ def metamorphic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def test_a_dozen_random_problems_break_no_law(metamorphic: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert metamorphic.main(["--problems", "12", "--plans", "20", "--seed", "3"]) == 0
-    assert "12 problems" in capsys.readouterr().out
+def test_half_a_dozen_random_problems_break_no_law(metamorphic: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert metamorphic.main(["--problems", "6", "--plans", "20", "--seed", "3"]) == 0
+    assert "6 problems" in capsys.readouterr().out
 
 
 def with_slower_kernels(problem: Problem) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,10 +38,10 @@ def steps_s(problem: Problem) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     return estimate(problem, PlanBatch.of(PLANS, problem.model.num_layers)).step_s
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A database of products that take twice as long as the reference, and of runs that take as long as these say."""
-    path = str(tmp_path / "lab.db")
+    path = str(tmp_path_factory.mktemp("lab") / "lab.db")
     plain = problem(path)
     machine = described_machine(plain.cluster)
     rate = plain.cluster.device.peak_flops_per_s["bf16"] * 0.35
@@ -75,6 +76,12 @@ def url(tmp_path: Path) -> str:
     with open_store(path) as store:
         store.add(runs)
     return path
+
+
+@pytest.fixture
+def url(lab: str, tmp_path: Path) -> str:
+    """A copy of the database, which a test may change."""
+    return str(shutil.copy(lab, tmp_path))
 
 
 def test_timings_and_calibration_together_count_an_error_once(url: str) -> None:

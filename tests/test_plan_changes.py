@@ -91,7 +91,7 @@ def test_the_axes_of_a_plan_make_that_plan(case: tuple[Problem, ParallelPlan, Pa
     assert one.plan.describe() == other.plan.describe()
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(CASES)
 def test_every_step_is_legal_and_as_safe_as_the_last_which_is_the_best(
     case: tuple[Problem, ParallelPlan, ParallelPlan],

@@ -14,8 +14,11 @@ from autoplan.report.answer import proof_line
 from autoplan.search.findings import FITS
 from autoplan.search.frontier import Frontier
 from autoplan.search.sampler import FREE_AXES, SAMPLERS, WARM_CELLS, Axes, Sampling
+from autoplan.search.space import Space
 from autoplan.search.storage import opened
 from autoplan.search.study import Shared, search
+from autoplan.spec.problem import Problem
+from autoplan.spec.search_result import SearchResult
 from test_study import MOE, make
 
 CELLS = make(MOE)[1].cells()
@@ -32,10 +35,17 @@ def test_every_proposal_is_a_cell(places: list[float]) -> None:
     assert 0 <= Axes(CELLS).cell(dict(zip(FREE_AXES, places, strict=True))) < len(CELLS)
 
 
-@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "gp"])
-def test_a_sampler_finds_what_its_cells_hold_and_proves_nothing(name: str) -> None:
+@pytest.fixture(scope="module")
+def proven_search() -> tuple[Problem, Space, SearchResult]:
     problem, space = make(MOE, "h100-sxm:1x8", batches=(16,))
-    proven = search(problem, space)
+    return problem, space, search(problem, space)
+
+
+@pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "gp"])
+def test_a_sampler_finds_what_its_cells_hold_and_proves_nothing(
+    proven_search: tuple[Problem, Space, SearchResult], name: str
+) -> None:
+    problem, space, proven = proven_search
     some = search(problem, space, sampling=Sampling(name=name, trials=6))
     assert proven.certificate.proven
     assert 0 < some.certificate.expanded <= 6 < some.certificate.cells

@@ -82,7 +82,7 @@ def test_on_eight_nodes_the_placed_plan_is_as_fast_as_any_order(leaves: list[int
 def test_groups_spread_over_fewer_leaves_than_after_bin_packing() -> None:
     """Arnold (arXiv:2509.15940): 8 leaves x 16 nodes of which 40 % are taken, a job of 64 nodes; 1.67 times fewer."""
     ratios = []
-    for seed in range(20):
+    for seed in range(8):
         problem = problem_on(fat_tree(packed(seed), taper=1))
         ratios.append(widest(problem, BIG) / widest(problem, best_placement(problem, BIG)))
     assert min(ratios) >= 1
