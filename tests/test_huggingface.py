@@ -590,6 +590,16 @@ def test_nomic_files_of_both_spellings_are_read_alike() -> None:
     assert new_spec == old_spec
 
 
+@pytest.mark.parametrize(
+    ("activation", "tensors"),
+    [("relu", 0), ("gelu", 1), ("gelu_new", 4), ("mine", 1), ({"name": "relu"}, 1), (None, 1)],
+)
+def test_activations_keep_what_their_word_stands_for(activation: Any, tensors: int) -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 96, "n_layer": 2, "n_head": 6, "vocab_size": 128, "n_positions": 64}
+    assert read_huggingface({**gpt2, "activation_function": activation}, "gpt2").activation_tensors == tensors
+    assert read_huggingface(gpt2, "gpt2").activation_tensors == 4  # as the class assumes
+
+
 def test_no_type_is_both_read_and_refused_for_a_part() -> None:
     assert not set(model_types()) & set(read_table(shipped()["huggingface"])["uncovered"])
 

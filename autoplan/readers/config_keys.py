@@ -130,10 +130,10 @@ class Keys:
         if choices := self.rules.get("choices", {}).get(inner):
             return self.chosen(entry, choices)
         words = key_table()["words"].get(inner)
-        kind = str if words else typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
+        kind = object if words else typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
         for look_up in (self.get, self.assumed):
             if (value := computed(entry, kind, look_up)) is not ABSENT:
-                return words.get(value, ABSENT) if words else value
+                return words.get(str(value), ABSENT) if words else value
         if not has_default or inner == "ffn_size":
             names = [re.findall(r"[a-z_][\w.]*", alternative)[0] for alternative in entry.split("|")]
             lacks = "null" if any(self.get(name) is None for name in names) else "missing"
