@@ -218,6 +218,7 @@ def test_a_file_that_is_not_at_hand_is_listed_and_no_model_is_guessed() -> None:
         read(script.format(""), LaunchContext())
     launch = read(script.format("model_name=llama2-7b per_device_batch_size=1"), LaunchContext())
     assert matters(launch) == {"$CONFIGS/gpu/llama2_7b.yml"}
+    assert matters(of(base_config="others/more.yml")) == {"base_config"}
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,9 @@ def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of a file; arguments in a script take precedence over the YAML file that it names."""
     options = _options(text, context)
     options.pass_over(*COSTLESS)
+    base = options.text("base_config") or "base.yml"
+    if not base.endswith("base.yml") and read_beside(base, context.folder) is None:
+        options.remark("base_config", f"{base.rpartition('/')[2]} is not beside this file: put it there")
     model = _model(options, context)
     quantization = options.text("quantization", "") or ""
     if quantization and quantization not in QUANTIZATION:
