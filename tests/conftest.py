@@ -21,10 +21,17 @@ settings.load_profile("same")
 
 # Real ranks, other programs, pages in a browser.  What begins last would keep one worker busy when the others are done.
 SLOW = (
-    *("test_parallel_four_ranks", "test_crew", "test_oracle", "test_parallel_two_ranks", "test_cli_run"),
-    *("test_trainer", "test_jobs_scheduler", "test_docs", "test_workers", "test_tune", "test_sweep"),
-    *("test_measurement_value", "test_cli_profile", "test_journeys", "test_health", "test_mixed_search"),
+    *("test_crew", "test_oracle", "test_profile_job", "test_mixed_search", "test_health", "test_docs"),
+    *("test_parallel_four_ranks", "test_cli_profile", "test_workers", "test_cli_run", "test_sweep", "test_tune"),
+    *("test_parallel_two_ranks", "test_trainer", "test_jobs_scheduler", "test_measurement_value", "test_journeys"),
 )
+# Many plans that are searched, priced, exported and read, which `make hunt` does with others: not marked as slow.
+LONG = (
+    *("test_benchmark_round_trips", "test_search_to", "test_store", "test_calibration", "test_cli", "test_cli_db"),
+    *("test_torchtitan", "test_served", "test_state_types", "test_estimate", "test_front", "test_api", "test_study"),
+    *("test_huggingface", "test_page", "test_mixed_equality", "test_sizes", "test_fsdp2", "test_benchmark_fuzz"),
+)
+FIRST = (*SLOW, *LONG)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,11 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the files that take long as slow, and begin with those that take longest."""
+    """Mark the files of slow tests, and begin with those that take longest."""
     for item in items:
         if item.path.stem in SLOW:
             item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
+    items.sort(key=lambda item: FIRST.index(item.path.stem) if item.path.stem in FIRST else len(FIRST))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

@@ -233,7 +233,8 @@ def test_a_rank_that_is_stopped_from_outside_is_named(faulty: Crew) -> None:
     assert_lost(faulty, gemm(), HUNG)
 
 
-def test_a_leading_rank_that_is_stopped_is_found_by_its_silence(faulty: Crew) -> None:
+def test_a_leading_rank_that_is_stopped_is_found_by_its_silence(faulty: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoplan.base.processes.GRACE_S", 1.0)
     stop_process(faulty.pids[0])
     assert_lost(faulty, gemm(), "no answer within")
 

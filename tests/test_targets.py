@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -37,31 +39,32 @@ PIPELINES = {
 WITH_FSDP2 = ("accelerate", "automodel", "axolotl", "fsdp2", "hf-trainer", "llama-factory", "torchtitan")
 
 
-def searched(folder: Path, to: str, cluster: str, *more: str) -> PlanFile:
-    """The answer of a search for what `to` starts."""
-    framework = facts_of(to)
+@cache
+def searched(framework: str, cluster: str, *more: str) -> PlanFile:
+    """The answer of a search for a framework, which several targets share."""
     place = ("--cluster", cluster, "--global-batch", "12", "--seq-len", "2048")
-    done = run(folder, "search", "llama3-8b", *place, "--framework", framework, "-q", "--json", *more)
+    with TemporaryDirectory() as folder:
+        done = run(Path(folder), "search", "llama3-8b", *place, "--framework", framework, "-q", "--json", *more)
     assert done.returncode == 0, done.stderr
     return decode(PlanFile, json.loads(done.stdout), "plan.json")
 
 
 @pytest.mark.parametrize("to", [*TARGETS])
-def test_what_is_searched_for_a_target_on_a_lone_device_or_in_a_pipeline_is_started(tmp_path: Path, to: str) -> None:
+def test_what_is_searched_for_a_target_on_a_lone_device_or_in_a_pipeline_is_started(to: str) -> None:
     # Axolotl holds weights in 16 bits where FSDP makes no fp32 of them.
     more = ("--fix", "main_weights=bf16") if to == "axolotl" else ()
-    file = searched(tmp_path, to, "b300:1x1", *more)
+    file = searched(facts_of(to), "b300:1x1", *more)
     assert file.best.plan.sharding == "none"
     assert exported(file, to, "torchrun")
     if to in PIPELINES:
-        piped = searched(tmp_path, to, "h100-sxm:1x4", "--fix", "pp=4", "--force")
+        piped = searched(facts_of(to), "h100-sxm:1x4", "--fix", "pp=4")
         assert (piped.best.plan.dp, piped.best.plan.sharding) == (1, "none")
         assert exported(piped, to, "torchrun")
 
 
 @pytest.mark.parametrize("to", WITH_FSDP2)
-def test_gathers_that_wait_are_refused_where_a_target_cannot_be_told(tmp_path: Path, to: str) -> None:
-    file = searched(tmp_path, to, "h100-sxm:1x4", "--fix", "dp=4", "--forbid", "partial_recompute")
+def test_gathers_that_wait_are_refused_where_a_target_cannot_be_told(to: str) -> None:
+    file = searched(facts_of(to), "h100-sxm:1x4", "--fix", "dp=4", "--forbid", "partial_recompute")
     assert file.best.plan.sharding != "none"
     assert exported(file, to, "torchrun")
     waiting = replace(file, best=replace(file.best, plan=replace(file.best.plan, param_gather_overlap=False)))
