@@ -10,6 +10,7 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.kernels.arithmetic import model_flops_per_token
 from autoplan.cost.kernels.sequences import useful
+from autoplan.spec.axes import SEARCHED
 from autoplan.spec.estimate import VERDICTS, CostEstimate, datasheet_peak
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
@@ -21,14 +22,15 @@ from autoplan.spec.training import TrainingSpec
 TIE = 1e-9
 
 # Tie-breakers between plans of equal time: fewer parts and plainer choices first.
-_TIE_ORDER = (
+_OF_LAYOUT = (
     *("pp", "tp", "cp", "ep", "etp", "vp", "schedule"),
     *("recompute", "recompute_modules", "recompute_num_layers"),
     *("offload", "offload_modules", "offload_layers", "sharding"),
     *("cp_kind", "dispatcher", "tp_overlap", "ep_overlap", "rank_order"),
-    *("dropout", "token_dropping", "fp8_attention", "fp8_activation_input", "router_fusion", "rope_fusion"),
-    *("cuda_graphs", "narrow_params", "main_weights", "moment_dtype", "grad_dtype", "reduce_dtype"),
-    *("fp8_scaling", "quantized_gathers", "quantized_reductions", "wide_adapters"),
+)
+_TIE_ORDER = (
+    *_OF_LAYOUT,
+    *(axis.name for axis in SEARCHED if axis.name not in _OF_LAYOUT),
     *("micro_batch", "dp_replicate", "dp_shard", "global_batch"),
 )
 
