@@ -21,8 +21,8 @@ settings.load_profile("same")
 
 # Real ranks, other programs, pages in a browser.  What begins last would keep one worker busy when the others are done.
 SLOW = (
-    *("test_crew", "test_oracle", "test_profile_job", "test_mixed_search", "test_health", "test_docs"),
-    *("test_parallel_four_ranks", "test_cli_profile", "test_workers", "test_cli_run", "test_sweep", "test_tune"),
+    *("test_crew", "test_oracle", "test_parallel_four_ranks", "test_profile_job", "test_health", "test_docs"),
+    *("test_mixed_search", "test_cli_profile", "test_workers", "test_cli_run", "test_sweep", "test_tune"),
     *("test_parallel_two_ranks", "test_trainer", "test_jobs_scheduler", "test_measurement_value", "test_journeys"),
 )
 # Many plans that are searched, priced, exported and read, which `make hunt` does with others: not marked as slow.
