@@ -43,6 +43,7 @@ NOT_IN_COLUMNS = (
 # Of a loss that takes the head's product in pieces, per logit: as that of `deepspeed-zero`.
 CHUNKED_LOSS_BYTES = 0.5
 SAME_MEMORY = 0.15  # tables round a device's memory: 192 GiB for 180 of a B200, 186 of a GB200; 94 is a rare H100's
+SAME_RATE = 0.02  # nominal rates of one link are told rounded
 SLOWEST_NIC_BYTES_PER_S = 10e9  # slowest in GPU nodes; EDR and 100 Gb/s Ethernet have 12.5
 
 
@@ -254,8 +255,11 @@ def _sized_cluster(name: str, nodes: int, devices: int) -> ClusterSpec:
 def _with_links(row: Row, cluster: ClusterSpec, full_size: ClusterSpec) -> ClusterSpec:
     """Return the cluster with the row's link rates, per device and direction, for nodes of `full_size`."""
     if row.has("intra_node_gbytes_per_s"):
-        share = cluster.levels[-1].bandwidth_bytes_per_s / full_size.levels[-1].bandwidth_bytes_per_s
-        rate = share * row.number("intra_node_gbytes_per_s") * 1e9
+        outer, nominal = full_size.levels[-1], row.number("intra_node_gbytes_per_s") * 1e9
+        pair = outer.bandwidth_bytes_per_s / max(outer.num_devices - 1, 1)
+        if outer.is_mesh and abs(nominal / pair - 1.0) < SAME_RATE:  # tables state the links to one peer for GH200
+            nominal = outer.bandwidth_bytes_per_s
+        rate = cluster.levels[-1].bandwidth_bytes_per_s / outer.bandwidth_bytes_per_s * nominal
         outer = replace(cluster.levels[-1], bandwidth_bytes_per_s=rate)
         cluster = replace(cluster, levels=(*cluster.levels[:-1], outer))
     if row.has("inter_node_gbytes_per_s"):
