@@ -44,7 +44,8 @@ _DEGREES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard")
 # depend on the schedule.
 _KNOWN_OF_GROUP = frozenset((*_DEGREES, *_GROUP, "sp", "precision"))
 _STATES = frozenset(("sharding", "offload"))
-_ALONE = (("zero1", "optimizer"), ("zero3", "parameters"))  # offload choices for states without replicas
+# Offload choices for states without replicas; zero3 also keeps gradients where the optimizer is.
+_ALONE = (("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters"))
 _KNOWN_OF_STATES = _STATES | {*_DEGREES, "sp", "precision"}
 _KNOWN_OF_MONOTONE = _STATES | {"precision", "grad_dtype", *(axis.name for axis in _MONOTONE)}
 _KNOWN_OF_KIND = (

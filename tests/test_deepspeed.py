@@ -14,6 +14,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.rules import broken
@@ -317,6 +318,13 @@ def test_stage_3_alone_offloads_parameters() -> None:
 def test_what_is_not_priced_is_listed(changes: dict[str, Any], option: str) -> None:
     launch = launch_of(changes, GRADIENT_CHECKPOINTING="false")
     assert [unread.option for unread in launch.unread if unread.matters] == [option]
+
+
+def test_one_device_may_keep_optimizer_and_gradients_of_stage_three_on_the_host() -> None:
+    problem = make_problem("llama3-8b", cluster="a6000:1x1", seq_len=4096, framework="deepspeed-zero")
+    plans, _ = (space := make_space(problem, 4)).plans(space.cells())
+    found = {(plan.sharding, plan.offload) for plan in map(plans.plan, range(len(plans)))}
+    assert {("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters")} <= found
 
 
 # -- DeepSpeed itself -------------------------------------------------------------------------------------------------
