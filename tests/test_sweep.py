@@ -61,7 +61,7 @@ def test_what_a_smaller_allocation_cannot_show_is_told() -> None:
     assert (rack.num_domains, rack.ranks_per_domain) == (1, 72)
     assert extrapolations(rack, load_cluster("gb200-nvl72:1x72")) == []
     assert extrapolations(rack, load_cluster("gb200-nvl72:4x72")) == [
-        "groups over several nodes are not measured on one: they keep the reference"
+        "groups over several link domains are not measured on one: they keep the reference"
     ]
     assert "nothing here applies to it" in extrapolations(hello, load_cluster("b200:2x4"))[0]
 
