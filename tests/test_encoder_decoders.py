@@ -181,8 +181,7 @@ def test_bytes_kept_by_a_layer_of_merged_attention_are_those_of_torch() -> None:
     known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), source, *angles)}
     with saved_sizes(known, counts=lambda tensor: tensor.shape[-2:] != (256, 768)) as sizes:
         layer(hidden, position_embeddings=tuple(angles), encoder_hidden_states=source)
-    options: Any = {"framework": "transformers", "attention": "flash2"}  # which has no mask
-    problem = make_problem(spec, cluster="h100-sxm:1x1", seq_len=256, encoder_len=512, **options)
+    problem = make_problem(spec, cluster="h100-sxm:1x1", seq_len=256, encoder_len=512, framework="transformers")
     batch = PlanBatch.of([ParallelPlan(global_batch=2, micro_batch=2)], spec.num_layers)
     ours = sum(
         float(whole_bytes(activation_parts(problem, batch, block, shape))[0])

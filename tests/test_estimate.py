@@ -553,20 +553,6 @@ def test_torchs_own_attention_has_slower_kernels_for_values_narrower_than_keys(
     assert times[0] / times[1] == pytest.approx(time, rel=0.01)
 
 
-def test_a_window_that_is_a_mask_costs_the_whole_square() -> None:
-    own = PLAIN.changed(flash_kernel="sdpa", masks_windows=True)
-    windows = (512, 65536, None)
-    narrow, wide, none = (
-        terms_of(
-            problem_of(dataclasses.replace(DENSE, window=window), framework=own, cluster="h100-sxm:1x8", seq_len=65536),
-            single(),
-        )["attention"]
-        for window in windows
-    )
-    assert narrow == wide
-    assert narrow / none == pytest.approx(2 / 0.43, rel=0.01)  # both halves, by torch's memory-efficient kernel
-
-
 @pytest.mark.parametrize(("kernel", "width"), [("flash1", 128), ("flash2", 96), ("flash", 96), ("cudnn", 80)])
 def test_heads_of_80_take_as_long_as_the_width_that_the_kernel_has_for_them(kernel: Any, width: int) -> None:
     times = [

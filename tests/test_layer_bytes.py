@@ -38,25 +38,6 @@ def _kept_bytes(spec: ModelSpec, attention: str) -> float:
     return sum(of_block[block] for layer in spec.layers for block in layer)
 
 
-@pytest.mark.parametrize(("window", "is_masked"), [(16, True), (SEQ_LEN, True), (SEQ_LEN + 1, False)])
-def test_windows_are_masks_of_a_square_for_each_layer(window: int, is_masked: bool) -> None:
-    """Beside which keys and values are as many as queries: 2 of 2 heads become 6."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    ours, theirs = [], []
-    for sliding_window in (window, None):
-        config = transformers.AutoConfig.for_model(
-            "mistral", **SIZES, num_hidden_layers=2, sliding_window=sliding_window
-        )
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(torch.bfloat16)
-        known = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        with saved_sizes(known) as sizes:
-            model(input_ids=torch.randint(3, 99, (2, SEQ_LEN)))
-        theirs.append(sum(sizes.values()))
-        ours.append(_kept_bytes(read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), "m"), "flash"))
-    more = 2 * 2 * 2 * SEQ_LEN * (SEQ_LEN + 2 * 4 * 16) * is_masked
-    assert ours[0] - ours[1] == theirs[0] - theirs[1] == more
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_more_layers_keep_what_is_said(kind: str) -> None:
     """Two sequences in bf16, with a kernel for attention and norms of torch."""

@@ -138,7 +138,6 @@ class Kernels:
     flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn", "sdpa"] = "flash"
     # What torch's attention is where values are narrower than keys, which its best kernels do not take.
     uneven_heads_kernel: Literal["efficient", "flex"] = "efficient"
-    masks_windows: bool = False  # that attention gets a mask for a window, and computes what it leaves out
     widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False

@@ -174,13 +174,6 @@ class Problem:
         assert encoder is not None
         return int(encoder.images * training.sequences_per_sample * encoder.positions(training.seq_len))
 
-    def masks(self, block: Block) -> bool:
-        """Return whether fused attention in a block computes the whole square, of which a mask leaves out a part."""
-        model, seq_len = self.model, self.training.seq_len
-        is_near = block is Block.WINDOW_ATTENTION and not model.bidirectional and (model.window or 0) <= seq_len
-        is_own = self.training.attention == "flash" and self.framework.kernels.masks_windows
-        return is_own and (is_near or (model.merged_attention and model.reads_encoder(block)))
-
     @property
     def fuses_attention(self) -> bool:
         """Return whether a kernel computes attention without storing its scores."""

@@ -102,7 +102,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     factor = factor * np.where(batch.dropout, DROPOUT_ATTENTION_TIME, 1.0)
     eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
-    is_masked, kernel = problem.masks(block), _flash_kernel(problem, block)
+    kernel = _flash_kernel(problem)
     backward_share = AOTRITON_BACKWARD_SHARE if kernel == "aotriton" else FLASH_BACKWARD_SHARE
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
@@ -121,12 +121,12 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
 
     def square_s(attending: Block) -> Floats:
         """Time of the products for scores and outputs."""
+        context = attention_context(model, attending, seen_len)
         # Number of positions that the last query of a sequence attends to.
         row_len: Floats | float = 0.0 if attending is Block.CROSS_ATTENTION else seen_len
-        if attending is Block.WINDOW_ATTENTION and model.window and not is_masked:
+        if attending is Block.WINDOW_ATTENTION and model.window:
             row_len = np.minimum(np.float64(model.window), seen_len)
         row_len = row_len + encoder_positions(model, attending, seen_len)
-        context = row_len if is_masked else attention_context(model, attending, seen_len)
         slowdown = curve.slowdown(row_len, blocks_per_unit, head_dim)
         return per_context_s * context * slowdown
 
@@ -136,20 +136,19 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
         visited = np.where(_narrows_attention(problem, batch), square_s(Block.ATTENTION), forward)
     start_s = factor * eight_bits * curve.start_s
     reference = Pass(forward + start_s, visited * 2.5 / backward_share + start_s)
-    # Tables are of causal ones.
-    if problem.timings.is_empty or model.bidirectional or model.reads_encoder(block) or is_masked:
+    if problem.timings.is_empty or model.bidirectional or model.reads_encoder(block):  # tables are of causal ones
         return reference
     return _measured_s(problem, batch, block, efficiency / (curve.efficiency * eight_bits), reference)
 
 
-def _flash_kernel(problem: Problem, block: Block) -> str:
+def _flash_kernel(problem: Problem) -> str:
     """Return the kernel used for fused attention.
 
     torch's own kernel is FlashAttention 2 where values are as wide as keys (torchtitan pull request 1610), and on
     Blackwell cuDNN's, which it prefers there and on Hopper from cuDNN 9.15 on (pytorch v2.14.1, sdp_utils.cpp); earlier
     builds, as those of the published runs on Hopper, do not.  On AMD its AOTriton dispatches to AITER's kernels, the
     best there, if queries have as many heads as keys (torch from 2.9 on), and to Triton's for grouped heads
-    (ROCm/aotriton 30ae967, modules/flash/csrc/aiter_bwd.cc and aiter_fwd.cc).  FlashAttention 2 takes no mask.
+    (ROCm/aotriton 30ae967, modules/flash/csrc/aiter_bwd.cc and aiter_fwd.cc).
     """
     kernel = problem.framework.kernels.flash_kernel
     if problem.training.attention != "flash":
@@ -159,8 +158,7 @@ def _flash_kernel(problem: Problem, block: Block) -> str:
     if problem.device.vendor == "nvidia" and problem.model.qk_head_dim != problem.model.v_head_dim:
         return problem.framework.kernels.uneven_heads_kernel
     if problem.device.vendor != "amd":
-        before = "efficient" if problem.masks(block) else "flash2"
-        return "cudnn" if problem.device.generation == "blackwell" else before
+        return "cudnn" if problem.device.generation == "blackwell" else "flash2"
     return "aotriton" if problem.model.kv_heads < problem.model.num_heads else "flash"
 
 

@@ -234,11 +234,9 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         always_kept = tokens * (latents + _output_bytes(problem, batch, shape) * mla.v_head_dim * heads)
     else:
         kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
-        # A mask goes with as many keys as queries (transformers, integrations/sdpa_attention.py).
-        kept_heads = heads if problem.masks(block) else kv_heads
         always_kept = (
             _attention_bytes(problem, batch)
-            * (heads * model.qk_head_dim + keys_per_query * kept_heads * (model.qk_head_dim + model.v_head_dim))
+            * (heads * model.qk_head_dim + keys_per_query * kv_heads * (model.qk_head_dim + model.v_head_dim))
             + _output_bytes(problem, batch, shape) * heads * model.v_head_dim
         ) * tokens
         if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
@@ -259,7 +257,6 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         parts[RecomputeModule.CORE_ATTN] = (score + dropped) * tokens * heads * seen_len
     else:
         always_kept = always_kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
-        always_kept = always_kept + element * tokens * seen_len * problem.masks(block)
     parts[None] = always_kept
     return {module: size * model.attention_streams for module, size in parts.items()}
 
