@@ -245,6 +245,7 @@ class MixedSpace:
         Rates grow with the micro-batches, whose number is bounded by `most_rate` in that time.
         """
         costs, states = (self._costs(ways, number) for number in (ways.kinds.dp_shard, num_replicas))
+        costs = {part: _shorter(cost, states[part]) for part, cost in costs.items()}
         size = ways.kinds.dp_shard * ways.kinds.micro_batch
         m = -(-self.global_batch // size)
         if within_s < np.inf:
@@ -299,6 +300,17 @@ class MixedSpace:
                 memory=replace(own.memory, fixed_bytes=fixed_bytes),
             )
         return costs
+
+
+def _shorter(few: KindCosts, many: KindCosts) -> KindCosts:
+    """Return the prices of `few` replicas with the layers' times of `many` where these are shorter.
+
+    Replicas whose parameters are in host memory read a smaller share each if they are more, for all that gathers take
+    longer.
+    """
+    layer_s = np.minimum(few.times.layer_s, many.times.layer_s)
+    forward_share = np.maximum(few.times.forward_s / few.times.layer_s, many.times.forward_s / many.times.layer_s)
+    return replace(few, times=replace(few.times, layer_s=layer_s, forward_s=forward_share * layer_s))
 
 
 def _with_chunks(kinds: PlanBatch, vp: int) -> PlanBatch:

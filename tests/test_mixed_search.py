@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,13 +18,14 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
-from autoplan.search.mixed_bounds import MixedSpace
+from autoplan.search.mixed_bounds import Candidate, MixedSpace
 from autoplan.search.mixed_refinement import Refiner
 from autoplan.search.mixed_search import candidates_of, fastest_s
 from autoplan.search.mixed_search import search_mixed as search_space
 from autoplan.search.structures import Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search as plain_search
 from autoplan.spec.axes import USUAL_SCHEDULES
+from autoplan.spec.enums import Offload
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.spec.mixed_result import MixedCost, MixedResult
@@ -278,27 +280,51 @@ BOUNDED = [
 ]
 
 
+def space_of_all(model: str, cluster: str, global_batch: int, options: dict[str, Any]) -> MixedSpace:
+    problem = make_mixed_problem(model, cluster=load_any_cluster(cluster), **{"seq_len": 4096} | options)
+    spaces = tuple(make_space(problem.alone(part), global_batch) for part in (0, 1))
+    return MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, has_one_tp=False, most_z=RISKY_Z)
+
+
+def check_bounds(space: MixedSpace, candidates: Sequence[Candidate], choices: random.Random) -> int:
+    """Compare the best and random plans of candidates with their bounds; return how many fit."""
+    refiner, num_fitting = Refiner(space.problem, space.global_batch), 0
+    for candidate in candidates:
+        structure = space.structure(candidate)
+        found = [refined.cost for refined in refiner.refine([structure])]
+        plans = [plan for _ in range(20) if (plan := random_plan(refiner, structure, choices))]
+        for cost in (*found, *(cost for cost in estimate_mixed(space.problem, plans) if space.admits([cost.plan])[0])):
+            if cost.oom_z <= RISKY_Z and cost.plan.global_batch == space.global_batch:
+                num_fitting += 1
+                assert cost.step_s >= candidate.least_s * (1 - 1e-9)
+                assert cost.step_s >= fastest_s(space, [candidate], cost.step_s * 1.01) * (1 - 1e-9)
+    return num_fitting
+
+
 @pytest.mark.parametrize(("model", "cluster", "global_batch", "options"), BOUNDED)
 def test_no_plan_beats_the_bound_of_its_structure(
     model: str, cluster: str, global_batch: int, options: dict[str, Any]
 ) -> None:
-    problem = make_mixed_problem(model, cluster=load_any_cluster(cluster), **{"seq_len": 4096} | options)
-    alone = (problem.alone(part) for part in (0, 1))
-    spaces = tuple(make_space(own, global_batch) for own in alone)
-    space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, has_one_tp=False, most_z=RISKY_Z)
-    refiner, num_fitting = Refiner(problem, global_batch), 0
+    space = space_of_all(model, cluster, global_batch, options)
     candidates = list(itertools.chain(*candidates_of(space).values()))
     choices = random.Random(1)
-    for candidate in choices.sample(candidates, 30 if problem.model.moe else 12):  # few plans with experts fit
-        structure = space.structure(candidate)
-        found = [refined.cost for refined in refiner.refine([structure])]
-        plans = [plan for _ in range(20) if (plan := random_plan(refiner, structure, choices))]
-        for cost in (*found, *(cost for cost in estimate_mixed(problem, plans) if space.admits([cost.plan])[0])):
-            if cost.oom_z <= RISKY_Z and cost.plan.global_batch == global_batch:
-                num_fitting += 1
-                assert cost.step_s >= candidate.least_s * (1 - 1e-9)
-                assert cost.step_s >= fastest_s(space, [candidate], cost.step_s * 1.01) * (1 - 1e-9)
-    assert num_fitting >= 8
+    picked = choices.sample(candidates, 30 if space.problem.model.moe else 12)  # few plans with experts fit
+    assert check_bounds(space, picked, choices) >= 8
+
+
+def test_bounds_hold_where_replicas_share_parameters_in_host_memory() -> None:
+    """The more replicas share them, the less each reads: no step is bounded by those of one group alone."""
+    space = space_of_all(*BOUNDED[1])
+    offloaded = [
+        candidate
+        for candidate in itertools.chain(*candidates_of(space).values())
+        if {pipelines.count for pipelines, _ in candidate.form} == {2}
+        and all(
+            ways.kinds.offload[row] == Offload.PARAMETERS.code and ways.kinds.pp[row] == 1
+            for ways, row in zip(candidate.groups, candidate.rows, strict=True)
+        )
+    ]
+    assert check_bounds(space, offloaded[:50], random.Random(1)) >= 10
 
 
 def random_plan(refiner: Refiner, structure: Structure, choices: random.Random) -> MixedPlan | None:
