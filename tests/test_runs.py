@@ -614,6 +614,17 @@ def test_a_node_of_eight_v100_is_a_cube_mesh_of_which_a_pair_has_a_sixth(tmp_pat
     assert [level.bandwidth_bytes_per_s for level in levels] == [150e9, pytest.approx(150e9 / 6, rel=0.01), 150e9]
 
 
+@pytest.mark.parametrize(("nominal", "of_device"), [("150", 450e9), ("450", 450e9), ("300", 300e9)])
+def test_a_table_may_state_the_rate_between_two_devices_of_a_mesh(
+    nominal: str, of_device: float, tmp_path: Path
+) -> None:
+    """150 GB/s to each of three other GH200; a rate that is neither of the two is the device's."""
+    row = LLAMA | {"gpu": "gh200", "gpu_memory_gib": "96", "gpus_per_node": "4", "intra_node_gbytes_per_s": nominal}
+    (run,) = runs_of(tmp_path, row | {"num_gpus": "4", "tp": "4", "cp": "1", "pp": "1", "vp": "", "dp": "1"})
+    assert run.problem is not None
+    assert run.problem.cluster.levels[-1].bandwidth_bytes_per_s == of_device
+
+
 def test_a_run_under_an_unknown_framework_is_less_sure_to_fit(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     path.write_text(table(LLAMA, {**LLAMA, "id": "mine-2", "framework": "Homegrown"}))
