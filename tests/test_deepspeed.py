@@ -150,12 +150,14 @@ def plan_files(draw: st.DrawFn) -> PlanFile:
     model, sharding = draw(st.sampled_from([LLAMA_8B, MOE])), draw(st.sampled_from(["none", "zero1", "zero2", "zero3"]))
     tp, cp, dp = draw(degrees), draw(degrees), draw(st.integers(1, 24))
     micro, replicas = draw(st.integers(1, 4)), draw(st.sampled_from([1, 1, 2])) if sharding == "zero3" else 1
+    ep = draw(degrees)
+    takes_zero_plus_plus = sharding == "zero3" and tp == cp == ep == replicas == 1
     return zero(
         model,
         tp=tp,
         cp=cp,
         cp_kind="all_to_all" if cp > 1 else "ring",
-        ep=draw(degrees),
+        ep=ep,
         dp_shard=dp,
         dp_replicate=replicas,
         micro_batch=micro,
@@ -164,9 +166,9 @@ def plan_files(draw: st.DrawFn) -> PlanFile:
         recompute=draw(st.sampled_from(["none", "full"])),
         precision=(precision := draw(st.sampled_from(["bf16", "fp16"]))),
         grad_dtype=draw(st.sampled_from(["bf16", "fp32"])) if precision == "bf16" else "bf16",
-        quantized_gathers=draw(st.booleans()),
-        quantized_reductions=draw(st.booleans()),
-        secondary_shard=draw(st.sampled_from([1, 1, 2])),
+        quantized_gathers=takes_zero_plus_plus and draw(st.booleans()),
+        quantized_reductions=takes_zero_plus_plus and draw(st.booleans()),
+        secondary_shard=draw(st.sampled_from([1, 1, 2])) if takes_zero_plus_plus else 1,
         offload=draw(st.sampled_from(["none", "optimizer"])),
         tp_overlap=tp > 1 and draw(st.booleans()),
         grad_reduce_overlap=draw(st.booleans()),

@@ -120,6 +120,9 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "modules exist": (DENSE, plan_of(recompute="selective", recompute_modules=("moe_act",)), 4096),
     "aligned widths": (replace(DENSE, ffn_size=4104), plan_of(precision="fp8"), 4096),
     "aligned tokens": (DENSE, plan_of(precision="mxfp8"), 4104),
+    "gathers in 8 bits": (DENSE, plan_of(dp_shard=8, sharding="zero3", quantized_gathers=True), 4096),
+    "reductions in 4 bits": (DENSE, plan_of(dp_shard=8, sharding="zero3", quantized_reductions=True), 4096),
+    "a second copy": (DENSE, plan_of(dp_shard=8, sharding="zero3", secondary_shard=2), 4096),
 }
 
 
