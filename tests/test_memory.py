@@ -711,6 +711,18 @@ def test_gradients_that_no_step_begins_with_take_what_its_only_micro_batch_gives
     assert usual.memory_bytes - planned.memory_bytes == pytest.approx(saved)
 
 
+@pytest.mark.parametrize("trait", ["is_planned_ahead", "drops_grads"])
+@pytest.mark.parametrize("micro_batch", [1, 4, 16, 64])
+def test_an_update_finds_all_gradients_in_the_memory_of_the_passes(micro_batch: int, trait: str) -> None:
+    framework = BARE.changed(bytes_per_update_copy=40.0, **{trait: True})
+    plan = {"micro_batch": micro_batch, "global_batch": micro_batch}
+    usual, planned = (stages_of(problem_of(framework=one), **plan)[0] for one in (BARE, framework))
+    passes = sum(usual.memory_terms_bytes[name] for name in PASS_TERMS)
+    gradients = usual.memory_terms_bytes["gradients"]
+    kept = states(usual) - gradients
+    assert planned.memory_bytes == pytest.approx(kept + max(passes, gradients + 40 * TOTAL))
+
+
 @pytest.mark.parametrize(("sharding", "dp", "layers"), [("zero3", 2, 2), ("zero2", 2, 0), ("none", 1, 0)])
 def test_fsdp1_keeps_hidden_states_of_all_layers_beside_frozen_weights(sharding: str, dp: int, layers: int) -> None:
     def transients(*, keeps: bool, finetuning: FineTuning | None) -> float:

@@ -247,11 +247,14 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     update = _update_bytes(problem, batch, parameters, groups)
     # Memory of a single graph of the passes is not available to the optimizer step.
     is_pinned = holds_graphs(batch, CudaGraphs.FULL_ITERATION)[:, None]
-    terms["update"] = np.where(is_pinned, update, np.maximum(update - passes, 0.0))
+    freed = passes
     if framework.memory.is_planned_ahead or (framework.memory.drops_grads and not framework.memory.fsdp2_states):
-        # The fewer activations are alive, the more gradients are: most is needed where either is whole.
-        alone = np.maximum(gradients - passes, 0.0)
-        terms["gradients"] = np.where((batch.num_microbatches == 1)[:, None], alone, gradients)
+        # The fewer activations are alive, the more gradients are: most is needed where either is whole.  The optimizer
+        # step needs all gradients, in the memory of the passes.
+        is_one = (batch.num_microbatches == 1)[:, None]
+        terms["gradients"] = np.where(is_one, np.maximum(gradients - passes, 0.0), gradients)
+        freed = np.where(is_one, np.maximum(passes - gradients, 0.0), passes)
+    terms["update"] = np.where(is_pinned, update, np.maximum(update - freed, 0.0))
     terms["fragmentation"] = (framework.memory.reserved_factor - 1.0) * add_up(terms.values())
     terms["fragmentation"] += framework.memory.broken_pass_share * passes
     cached, at_end = cached_bytes(
