@@ -150,6 +150,16 @@ def test_operations_are_those_that_torch_counts(kind: str, sizes: dict[str, Any]
     assert 48 * (model_flops_per_token(spec, 48) + causal) == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
+def _kept_bytes(spec: ModelSpec) -> float:
+    """Predicted bytes that a decoder layer keeps of two pairs of 512 and 256 tokens."""
+    problem = make_problem(spec, cluster="h100-sxm:1x1", seq_len=256, encoder_len=512, framework="transformers")
+    batch = PlanBatch.of([ParallelPlan(global_batch=2, micro_batch=2)], spec.num_layers)
+    return sum(
+        float(whole_bytes(activation_parts(problem, batch, block, shape))[0])
+        for block, shape in layer_shapes(spec).items()
+    )
+
+
 def test_bytes_kept_by_a_decoder_layer_are_those_of_torch() -> None:
     """Two pairs of 512 and 256 tokens, all but the scores."""
     torch, _ = pytest.importorskip("torch"), pytest.importorskip("transformers")
@@ -161,13 +171,7 @@ def test_bytes_kept_by_a_decoder_layer_are_those_of_torch() -> None:
     scores = ((256, 256), (256, 512))
     with saved_sizes(known, counts=lambda tensor: tensor.shape[-2:] not in scores) as sizes:
         layer(hidden, encoder_hidden_states=source)
-    problem = make_problem(spec, cluster="h100-sxm:1x1", seq_len=256, encoder_len=512, framework="transformers")
-    batch = PlanBatch.of([ParallelPlan(global_batch=2, micro_batch=2)], spec.num_layers)
-    ours = sum(
-        float(whole_bytes(activation_parts(problem, batch, block, shape))[0])
-        for block, shape in layer_shapes(spec).items()
-    )
-    assert ours == pytest.approx(sum(sizes.values()), rel=0.01)
+    assert _kept_bytes(spec) == pytest.approx(sum(sizes.values()), rel=0.01)
 
 
 def test_bytes_kept_by_a_layer_of_merged_attention_are_those_of_torch() -> None:
@@ -181,13 +185,7 @@ def test_bytes_kept_by_a_layer_of_merged_attention_are_those_of_torch() -> None:
     known = {tensor.untyped_storage().data_ptr() for tensor in (*layer.parameters(), source, *angles)}
     with saved_sizes(known, counts=lambda tensor: tensor.shape[-2:] != (256, 768)) as sizes:
         layer(hidden, position_embeddings=tuple(angles), encoder_hidden_states=source)
-    problem = make_problem(spec, cluster="h100-sxm:1x1", seq_len=256, encoder_len=512, framework="transformers")
-    batch = PlanBatch.of([ParallelPlan(global_batch=2, micro_batch=2)], spec.num_layers)
-    ours = sum(
-        float(whole_bytes(activation_parts(problem, batch, block, shape))[0])
-        for block, shape in layer_shapes(spec).items()
-    )
-    assert ours == pytest.approx(sum(sizes.values()), rel=0.01)
+    assert _kept_bytes(spec) == pytest.approx(sum(sizes.values()), rel=0.01)
 
 
 def _step(problem: Problem, plan: ParallelPlan) -> tuple[float, float]:

@@ -23,6 +23,7 @@ CONFIG = {
     "vocab_size": 1000,
 }
 NAME = "some-lab/tiny-7"
+PROXIED = "some-lab/proxied"  # a proxy answers with a page of its own
 
 
 @pytest.fixture
@@ -44,8 +45,8 @@ def asked(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple
     class Hub(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             requests.append((self.path, self.headers.get("Authorization")))
-            body = json.dumps(CONFIG).encode()
-            self.send_response(200 if NAME in self.path else 401)
+            body = b"<html>Log in</html>" if PROXIED in self.path else json.dumps(CONFIG).encode()
+            self.send_response(200 if NAME in self.path or PROXIED in self.path else 401)
             self.end_headers()
             self.wfile.write(body)
 
@@ -90,6 +91,13 @@ def test_a_model_is_downloaded_once_and_says_from_where(
 def test_what_the_hub_does_not_give_is_said() -> None:
     with pytest.raises(InputError, match=r"no-lab/none/resolve/main/config\.json needs HF_TOKEN, or is not there"):
         load_model("no-lab/none")
+
+
+@pytest.mark.usefixtures("asked")
+def test_a_page_of_a_proxy_is_refused_and_not_kept(nowhere: Path) -> None:
+    with pytest.raises(InputError, match="answers with no JSON, such as a proxy's page: pass the path"):
+        load_model(PROXIED)
+    assert not list(nowhere.rglob("config.json"))
 
 
 def test_no_connection_is_one_line(nowhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -716,7 +716,7 @@ def test_gradients_that_no_step_begins_with_take_what_its_only_micro_batch_gives
 def test_an_update_finds_all_gradients_in_the_memory_of_the_passes(micro_batch: int, trait: str) -> None:
     framework = BARE.changed(bytes_per_update_copy=40.0, **{trait: True})
     plan = {"micro_batch": micro_batch, "global_batch": micro_batch}
-    usual, planned = (stages_of(problem_of(framework=one), **plan)[0] for one in (BARE, framework))
+    usual, planned = (stages_of(problem_of(framework=traits), **plan)[0] for traits in (BARE, framework))
     passes = sum(usual.memory_terms_bytes[name] for name in PASS_TERMS)
     gradients = usual.memory_terms_bytes["gradients"]
     kept = states(usual) - gradients

@@ -56,7 +56,7 @@ def test_tensors_that_go_by_themselves_move_as_much_in_more_messages() -> None:
 
 
 def test_zero_plus_plus_sends_8_bits_of_weights_4_of_gradients_and_gathers_a_second_copy_inside_nodes() -> None:
-    """Of 300 million weights and gradients on 8 nodes of 8, in one of four micro-batches from all ranks."""
+    """Collectives of 300 million weights on 8 nodes of 8; one of four micro-batches gathers from all ranks."""
     options: dict[str, Any] = {"quantized_gathers": True, "quantized_reductions": True, "secondary_shard": 4}
     plan = ParallelPlan(global_batch=256, dp_shard=64, sharding="zero3")
     plain, compressed = (
@@ -82,9 +82,9 @@ def test_zero_plus_plus_sends_8_bits_of_weights_4_of_gradients_and_gathers_a_sec
     assert passes.backward_s[0] == pytest.approx(copy_s + inside_s + across_s)
     copies = [copied_states_s(PROBLEM, batch, unit) for batch in (plain, compressed)]
     assert copies[1].forward_s[0] / copies[0].forward_s[0] == pytest.approx((4 + 3) / 4)
-    held = [estimate(PROBLEM, batch).memory_terms_bytes["weights"][0] for batch in (plain, compressed)]
-    elements = held[0] / 2 * 64  # a shard of 16-bit weights each
-    assert held[1] - held[0] == pytest.approx(2 * elements / 4, rel=0.01)
+    weights_bytes = [estimate(PROBLEM, batch).memory_terms_bytes["weights"][0] for batch in (plain, compressed)]
+    elements = weights_bytes[0] / 2 * 64  # a shard of 16-bit weights each
+    assert weights_bytes[1] - weights_bytes[0] == pytest.approx(2 * elements / 4, rel=0.01)
 
 
 @pytest.mark.parametrize(("framework", "held_bytes", "grad_bytes"), [("deepspeed-zero", 2, 2), ("pytorch-fsdp", 4, 4)])

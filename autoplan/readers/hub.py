@@ -5,6 +5,7 @@ Variables of the environment are those of huggingface_hub: HF_HUB_CACHE, HF_HOME
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -83,4 +84,8 @@ def _download(name: str) -> str:
         raise InputError(f"{name} is neither a preset nor in a cache, and {url} fails ({reason}): {way_out}") from None
     if len(text) > MAX_BYTES:
         raise InputError(f"{url} has more than {MAX_BYTES:,} bytes, which is no config.json: {way_out}")
+    try:
+        json.loads(text)
+    except ValueError:  # such as the page of a proxy, which must not be kept
+        raise InputError(f"{url} answers with no JSON, such as a proxy's page: {way_out}") from None
     return text.decode("utf-8", errors="replace")

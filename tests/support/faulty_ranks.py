@@ -40,12 +40,12 @@ def fill_or_abort(place: RankPlace, line: Connection) -> None:
     """The whole work of a rank that runs out of memory, and of others that are aborted as they miss it."""
     from autoplan.base.processes import Fault
 
-    told = Path(f"{place.meeting_point.removeprefix('file://')}-told")
+    announced = Path(f"{place.meeting_point.removeprefix('file://')}-announced")
     if place.rank == 1:
         line.send(Fault(text="out of memory: 1 GiB", is_out_of_memory=True))
-        told.touch()
+        announced.touch()
         os._exit(2)
-    while not told.exists():  # on a busy machine rank 1 may be the last to start
+    while not announced.exists():  # on a busy machine rank 1 may be the last to start
         time.sleep(0.01)
     os.abort()
 

@@ -183,11 +183,12 @@ def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, param
     copies = network.copies_sharded_pieces * KERNEL_START_S * problem.calibration.memory_bound * pieces
     gather, reduce = network.sharded_wire_factor * gather + copies, network.sharded_wire_factor * reduce + copies
     passes = SplitPass(gather * unit.gather.forward, gather * unit.gather.backward, reduce * unit.reduce.backward)
-    for at, added in enumerate(compressed_states(problem, batch, parameters)):
+    for added in compressed_states(problem, batch, parameters):
         seconds = network.sharded_wire_factor * added.seconds(links)
         forward, backward = seconds * added.forward, seconds * added.backward
         none = np.zeros_like(seconds)
-        passes = passes.plus(SplitPass(none, none, backward) if at else SplitPass(forward, backward, none))
+        gathers = added.operation == "all_gather"
+        passes = passes.plus(SplitPass(forward, backward, none) if gathers else SplitPass(none, none, backward))
     if not parameters_on_host(batch).any():
         return passes
     fetch, store = _host_copies_s(problem, batch, parameters, unit)
