@@ -64,6 +64,7 @@ def test_several_peaks_are_all_that_a_device_has() -> None:
     [
         ({"memory_gib": None, "peak_tflops": None}, "card.toml: missing memory_gib, peak_tflops at $"),
         ({"memory_gib": None, "speed": 1, "color": 2}, "unknown keys 'speed', 'color' and missing memory_gib at $"),
+        ({"memory_gib": None, "memory_gb": 24}, "unknown key 'memory_gb' (memory_gib?) and missing memory_gib at $"),
         ({"memory_gib": "24"}, "memory_gib must be a number, got '24'"),
         ({"peak_tflops": {}}, "peak_tflops must be a table of numbers such as { bf16 = 312 }"),
         ({"peak_tflops": 160}, "peak_tflops must be a table of numbers"),

@@ -11,7 +11,7 @@ import tempfile
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import cache
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from autoplan.base.errors import InputError, OutOfRangeError
+from autoplan.base.names import close_names
 from autoplan.base.units import file_keys, file_units, listed
 
 T = TypeVar("T")
@@ -231,13 +232,19 @@ def to_fields(
     missing = [file_keys(name)[0] for name in needed if name not in fields]
     faults = []
     if unknown:
-        faults.append(f"unknown key{'s' * (len(unknown) > 1)} {listed(map(repr, unknown))}")
+        keys = sorted(file_keys(hint)[0] for hint in hints)
+        faults.append(f"unknown key{'s' * (len(unknown) > 1)} {listed(_with_close_key(key, keys) for key in unknown)}")
     if missing:
         faults.append(f"missing {', '.join(missing)}")
     if faults:
-        keys = ", ".join(sorted(file_keys(hint)[0] for hint in hints))
-        raise InputError(f"{' and '.join(faults)} at {path}" + (f"; known: {keys}" if unknown else ""))
+        known = f"; known: {', '.join(keys)}" if unknown else ""
+        raise InputError(f"{' and '.join(faults)} at {path}{known}")
     return fields
+
+
+def _with_close_key(key: str, keys: Sequence[str]) -> str:
+    """Return an unknown key in quotes, with the one that it may stand for."""
+    return f"{key!r}" + "".join(f" ({close}?)" for close in close_names(key, keys, most=1))
 
 
 def _required(kind: type) -> list[str]:
