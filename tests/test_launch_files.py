@@ -254,6 +254,7 @@ def test_what_the_plan_does_not_change_is_no_change_of_an_option(folder: Path) -
         "NullTokenizer": "HuggingFaceTokenizer --tokenizer-model /models/own",
         "--attention-dropout 0.0": "--attention-dropout 0",
         "--optimizer adam ": "",
+        "--max-position-embeddings 2048": "--max-position-embeddings 131072",
     }
     for exported_, mine in own.items():
         assert exported_ in script

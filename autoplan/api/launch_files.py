@@ -265,19 +265,21 @@ def _needed(
 ) -> tuple[OptionChange, ...]:
     """Return the changes that the plan needs, with what is written for today's plan and for the best one.
 
-    Left out is what the file leaves to its framework's default and the exported file says, and what the file says in
-    other words (`--recompute-activations` for a granularity), unless what is said in other words changes.
+    Left out is what is written alike for both: what the file leaves to its framework's default, says in other words
+    (`--recompute-activations` for a granularity, unless what is said in other words changes) or sets for other reasons
+    (`--max-position-embeddings` beyond the sequence).
     """
     if not implied:
         return options
     in_other_words = implied.keys() - in_file.keys()
     changes_words = any(change.option in in_other_words for change in differing(implied, after))
-    return tuple(
-        change
-        for change in options
-        if (change.before is not None or implied.get(change.option) != change.after)
-        and (change.after is not None or change.option in implied or changes_words)
-    )
+
+    def is_needed(change: OptionChange) -> bool:
+        if change.after is None and change.option not in implied:
+            return changes_words
+        return implied.get(change.option) != change.after
+
+    return tuple(filter(is_needed, options))
 
 
 def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, to: str) -> dict[str, str]:
