@@ -14,6 +14,7 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import autoplan
 from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.read import read, recognises
 from autoplan.frameworks.common.launch import Launch, LaunchContext
@@ -511,3 +512,24 @@ def test_a_program_whose_loss_is_not_priced_is_refused(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
     with pytest.raises(InputError, match=r"grpo\.py: only training on the next token"):
         read(SFT.format("").replace("sft.py", "grpo.py"), LaunchContext(folder=tmp_path))
+
+
+def test_options_of_a_config_and_of_the_trainer_that_it_starts_are_compared(tmp_path: Path) -> None:
+    """The Trainer refuses its own recomputation beside that of the config (transformers/trainer.py), which sets it."""
+    config = {"distributed_type": "FSDP", "mixed_precision": "bf16", "num_machines": 1, "num_processes": 8}
+    config["fsdp_config"] = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
+    (tmp_path / "fsdp.yaml").write_text(yaml.safe_dump(config))
+    words = "--model_name_or_path Qwen/Qwen2.5-7B --max_length 4096 --packing --bf16 --gradient_checkpointing"
+    batch = "--per_device_train_batch_size 2 --gradient_accumulation_steps 8"
+    command = f"accelerate launch --config_file fsdp.yaml sft.py {words} {batch}"
+    (tmp_path / "run.sh").write_text(f"#!/bin/bash\n{command}\n")
+    found = autoplan.search(cluster="a100-sxm:1x8", launch_file=tmp_path / "run.sh").file
+    assert found.today is not None
+    plan = found.best.plan
+    assert plan.recompute == "none"
+    assert {option.option: (option.before, option.after) for option in found.today.options} == {
+        "--per_device_train_batch_size": ("2", str(plan.micro_batch)),
+        "--gradient_accumulation_steps": ("8", str(plan.num_microbatches)),
+        "--gradient_checkpointing": ("", None),
+        "fsdp_config.fsdp_activation_checkpointing": (None, "False"),
+    }

@@ -267,19 +267,29 @@ def _needed(
 
     Left out is what is written alike for both: what the file leaves to its framework's default, says in other words
     (`--recompute-activations` for a granularity, unless what is said in other words changes) or sets for other reasons
-    (`--max-position-embeddings` beyond the sequence).
+    (`--max-position-embeddings` beyond the sequence).  Options about the same thing share a long word.
     """
     if not implied:
         return options
     in_other_words = implied.keys() - in_file.keys()
-    changes_words = any(change.option in in_other_words for change in differing(implied, after))
+    changed_words = {
+        word
+        for change in differing(implied, after)
+        if change.option in in_other_words
+        for word in _long_words(change.option)
+    }
 
     def is_needed(change: OptionChange) -> bool:
         if change.after is None and change.option not in implied:
-            return changes_words
+            return bool(changed_words & _long_words(change.option))
         return implied.get(change.option) != change.after
 
     return tuple(filter(is_needed, options))
+
+
+def _long_words(option: str) -> set[str]:
+    """Return the words that say what an option is about; shorter ones are such as `parallel`, `size` and `use`."""
+    return {word for word in re.split(r"[^a-z]+", option.casefold()) if len(word) > len("parallel")}
 
 
 def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, to: str) -> dict[str, str]:
@@ -302,6 +312,8 @@ def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, to: str) ->
             Path(folder, written.name).write_text(written.text, "utf-8")
         context = replace(
             started.context,
+            model=started.launch.model,  # a file that a program's arguments complete does not say them again
+            seq_len=started.launch.training.seq_len,
             num_devices=cluster.num_devices,
             devices_per_node=cluster.devices_per_node,
             variables=(),

@@ -97,6 +97,8 @@ def read(text: str, context: LaunchContext) -> Launch:
         if kind == "DEEPSPEED"
         else _with_torch(options, program, training, context, kind, is_table=started is None)
     )
+    if beside_file is not None:
+        launch = replace(launch, options=(*launch.options, *beside_file.options()))
     return launch if started is None else started.with_own(launch)
 
 
