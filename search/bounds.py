@@ -25,7 +25,6 @@ from autoplan.cost.block_cost import BlockCost
 from autoplan.cost.blocks import ahead_s, block_costs
 from autoplan.cost.collectives.end_of_step import end_of_step_s, least_shown_s, optimizer_s
 from autoplan.cost.collectives.pipeline_messages import message_s
-from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import head_s
 from autoplan.cost.memory.parameters import StageParameters, updated_parameters
 from autoplan.cost.network.links import Links
@@ -37,7 +36,7 @@ from autoplan.cost.uneven_lengths import varying_s, waiting_s
 from autoplan.search.kind_memory import MEMORY_AXES, KindMemory, kind_memory, layer_parameters, per_layer
 from autoplan.search.layer_spread import Spread, spread_of
 from autoplan.search.space import Inside, Space
-from autoplan.spec.axes import AXIS
+from autoplan.spec.axes import AXIS, KERNEL_AXES
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.finetuning import EMBEDDING
 from autoplan.spec.model import Block, ModelSpec

@@ -18,18 +18,14 @@ from autoplan.cost.memory.training_states import states
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.search.layer_spread import Spread
+from autoplan.spec.axes import AXIS
 from autoplan.spec.finetuning import EMBEDDING
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import PlanBatch, batch_arrays
 from autoplan.spec.problem import Problem
 
 # Kinds that agree in these axes have the same memory bounds.
-_OF_TIMES_ALONE = (
-    *("vp", "schedule", "layout", "tp_overlap", "ep_overlap", "grad_reduce_overlap", "param_gather_overlap"),
-    *("dispatcher", "cp_kind", "cuda_graphs", "rank_order", "fp8_scaling", "fp8_attention"),
-    *("router_fusion", "rope_fusion"),
-)
-MEMORY_AXES = tuple(name for name in batch_arrays() if name not in _OF_TIMES_ALONE)
+MEMORY_AXES = tuple(name for name in batch_arrays() if name != "layout" and AXIS[name].of_memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -297,7 +297,7 @@ def names(why: str, axis: Axis, value: str) -> bool:
     return any(re.search(rf"\b{name}\b", why) for name in (axis.name, axis.needs.value, *named))
 
 
-RARE = [(axis, value) for axis in SEARCHED if axis.known_of for value in axis.searched]
+RARE = [(axis, value) for axis in SEARCHED if axis.offered_by for value in axis.searched]
 
 
 @pytest.mark.parametrize(("axis", "value"), RARE, ids=[f"{axis.name}={shown(value)}" for axis, value in RARE])

@@ -712,7 +712,7 @@ def test_expert_traffic_beside_another_micro_batch_is_priced_and_exported(tmp_pa
     assert "--overlap-moe-expert-parallel-comm" in script
     refused = run(tmp_path, *asked, "--ep", "8", "--ep-overlap", "--framework", "torchtitan", "--sharding", "zero2")
     assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-    assert "ep_overlap is known of Megatron-LM and Primus only" in refused.stderr
+    assert "ep_overlap is known of megatron-lm and primus only" in refused.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")

@@ -21,7 +21,17 @@ from autoplan.spec.workload import Workload
 def test_a_framework_that_extends_another_differs_in_what_it_says() -> None:
     base, later = load_framework("nemo"), load_framework("nemo-24.07")
     differ = {f.name for f in dataclasses.fields(base) if getattr(base, f.name) != getattr(later, f.name)}
-    assert differ == {"name", "calibrated_as", "sources", "usual", "lacks", "interleaves_mamba", "memory", "kernels"}
+    assert differ == {
+        "name",
+        "calibrated_as",
+        "sources",
+        "usual",
+        "lacks",
+        "offers",
+        "interleaves_mamba",
+        "memory",
+        "kernels",
+    }
     traits = {trait for trait in GROUP_OF if base.trait(trait) != later.trait(trait)}
     assert traits == {"bytes_per_optimizer_state", "flash_kernel", "fused_squared_relu"}
     assert later.calibration_name == "nemo"

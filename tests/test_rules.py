@@ -17,6 +17,7 @@ from autoplan.frameworks.nanotron import rules as nanotron
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.frameworks.registry import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
+from autoplan.spec.axes import AXES, Axis, Kind, Value, words_of
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -54,42 +55,32 @@ PIPELINES: tuple[Case, ...] = (
     (DENSE, plan_of(pp=4, schedule="zb-h1", global_batch=9), 4096, "zb-h1 needs 9 micro-batches divisible"),
 )
 
-# (model, plan, sequence length, what is said): legal except for one rule, and one for every rule.
-# What Megatron-Core alone lets its users choose.
-CORE_OPTIONS: tuple[Case, ...] = tuple(
-    (DENSE, plan_of(**{axis: value}), 4096, f"{axis if value is True else f'{axis} {value}'} is known of")
-    for axis, value in (
-        ("cuda_graphs", "layer"),
-        ("grad_dtype", "bf16"),
-        ("main_weights", "fp16"),
-        ("moment_dtype", "bf16"),
-        ("narrow_params", True),
-        ("fp8_attention", True),
-        ("fp8_activation_input", True),
-        ("offload_percent", 50),
-        ("offload_modules", "core_attn"),
-        ("offload_layers", "1/2"),
-        ("token_dropping", True),
-        ("dropout", True),
-        ("router_fusion", True),
-        ("rope_fusion", True),
-        ("quantized_gathers", True),
-        ("quantized_reductions", True),
-        ("secondary_shard", 2),
-    )
-)
-CORE_BUT_MAIN_WEIGHTS = tuple(case for case in CORE_OPTIONS if case[1].main_weights == "fp32")
 
+def other_value(axis: Axis) -> Value | int:
+    """A value of an option that is not its default."""
+    if axis.kind is Kind.COUNT:
+        return 2 if axis.default == 1 else 50
+    return words_of(axis.name)[-1] if axis.enum else not axis.default
+
+
+def options_of_others(book: Rulebook, *but: str) -> tuple[Case, ...]:
+    """One plan for every option that few frameworks offer and this one does not."""
+    asked = [axis for axis in AXES if axis.offered_by and axis.name not in (*book.extras, *but)]
+    values = {axis.name: other_value(axis) for axis in asked}
+    return tuple(
+        (DENSE, plan_of(**{name: value}), 4096, f"{name if value is True else f'{name} {value}'} is known of")
+        for name, value in values.items()
+    )
+
+
+# (model, plan, sequence length, what is said): legal except for one rule, and one for every rule.
 BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "torchtitan": (
         torchtitan.BOOK,
         (
+            *options_of_others(torchtitan.BOOK),
             (DENSE, plan_of(dp_replicate=4, sharding="zero3"), 1024, "zero3 over one rank has nothing to shard"),
-            (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
-            (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
-            *CORE_BUT_MAIN_WEIGHTS,
             (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
-            (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096, "wide_adapters is known of PEFT only"),
             (DENSE, plan_of(dp_shard=8, reduce_dtype="fp32"), 4096, "'fp32' does not exist: use 'usual' or 'half'"),
             (
                 DENSE,
@@ -122,12 +113,9 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "pytorch-fsdp": (
         fsdp2.BOOK,
         (
-            (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
-            (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
-            *CORE_BUT_MAIN_WEIGHTS,
+            *options_of_others(fsdp2.BOOK),
             (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
             (DENSE, plan_of(precision="fp16", main_weights="bf16"), 4096, "main_weights bf16 with precision fp16"),
-            (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096, "wide_adapters is known of PEFT only"),
             (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "'half' does not exist: use 'usual' or 'fp32'"),
             (DENSE, plan_of(dp_shard=8, precision="fp8", fp8_scaling="rowwise"), 4096, "'rowwise' does not exist"),
             (DENSE, plan_of(dp_shard=8, fp8_scaling="delayed"), 4096, "fp8_scaling delayed needs precision fp8"),
@@ -149,21 +137,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "nanotron": (
         nanotron.BOOK,
         (
-            *CORE_OPTIONS,
-            (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "reduce_dtype half is known of torchtitan, Deep"),
-            (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096, "wide_adapters is known of PEFT only"),
-            (
-                DENSE,
-                plan_of(dp_shard=8, fp8_scaling="rowwise"),
-                4096,
-                "fp8_scaling rowwise is known of torchtitan, PyTorch FSDP",
-            ),
-            (
-                DENSE,
-                plan_of(dispatcher="hybridep"),
-                4096,
-                "dispatcher hybridep is known of Megatron-LM and Primus only",
-            ),
+            *options_of_others(nanotron.BOOK, "ep_overlap"),
             (DENSE, plan_of(recompute="full", recompute_num_layers=2), 4096, "recompute of 2 layers of a chunk"),
             (DENSE, split(2, schedule="zb-h1"), 4096, "schedule 'zb-h1' does not exist: use '1f1b' or 'gpipe'"),
             (DENSE, plan_of(dp_shard=2, sharding="zero2"), 4096, "sharding 'zero2' does not exist"),
@@ -192,22 +166,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
     "deepspeed": (
         deepspeed.BOOK,
         (
-            (DENSE, plan_of(ep_overlap=True), 4096, "ep_overlap is known of Megatron-LM and Primus only"),
-            (DENSE, plan_of(dispatcher="deepep"), 4096, "dispatcher deepep is known of Megatron-LM and Primus only"),
-            *(
-                case
-                for case in CORE_OPTIONS
-                if not (
-                    case[1].dropout
-                    or case[1].offload_percent < 100
-                    or case[1].grad_dtype != "fp32"
-                    or case[1].quantized_gathers
-                    or case[1].quantized_reductions
-                    or case[1].secondary_shard > 1
-                    or case[1].main_weights != "fp32"
-                    or case[1].moment_dtype != "fp32"
-                )
-            ),
+            *options_of_others(deepspeed.BOOK),
             (DENSE, plan_of(dp_shard=8, main_weights="fp16"), 4096, "main_weights 'fp16' does not exist"),
             (DENSE, plan_of(dp_shard=8, grad_dtype="bf16_main"), 4096, "grad_dtype 'bf16_main' does not exist"),
             (DENSE, plan_of(dp_shard=8, sharding="zero2", quantized_gathers=True), 4096, "zero2 is over 8 of 8"),
@@ -224,14 +183,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
                 4096,
                 "offload_percent 57 needs zero3 and offload optimizer, they are zero2 and optimizer",
             ),
-            (DENSE, plan_of(dp_shard=8, wide_adapters=True), 4096, "wide_adapters is known of PEFT only"),
             (DENSE, plan_of(dp_shard=8, reduce_dtype="half"), 4096, "reduce_dtype 'half' does not exist"),
-            (
-                DENSE,
-                plan_of(dp_shard=8, fp8_scaling="rowwise"),
-                4096,
-                "fp8_scaling rowwise is known of torchtitan, PyTorch FSDP",
-            ),
             (DENSE, plan_of(dp_shard=8, moment_dtype="fp8"), 4096, "moment_dtype 'fp8' does not exist"),
             (DENSE, plan_of(dp_shard=8, moment_dtype="bf16"), 4096, "main_weights fp32 with moment_dtype bf16"),
             (

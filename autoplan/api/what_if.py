@@ -90,12 +90,12 @@ def _control(axis: Axis, problem: Problem, plan: ParallelPlan) -> Control | None
 
 def _follows(axis: Axis) -> bool:
     """Return whether an axis that is not given follows from the others."""
-    return (axis.flag_default is None and not axis.known_of) or axis.kind is Kind.LIST
+    return (axis.flag_default is None and not axis.offered_by) or axis.kind is Kind.LIST
 
 
 def _usual(axis: Axis, problem: Problem) -> object:
     """Return the value of an axis in plans that leave it out."""
-    return problem.framework.choice(axis.name) if axis.known_of or axis.flag_default is ... else axis.flag_default
+    return problem.framework.choice(axis.name) if axis.offered_by or axis.flag_default is ... else axis.flag_default
 
 
 def _text(axis: Axis, plan: ParallelPlan) -> str:

@@ -45,13 +45,13 @@ from autoplan.cost.kernels.measured_units import (
 )
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.products import moved_per_accumulated_grad
-from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
 from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
 from autoplan.cost.memory.recompute import activation_parts, offloaded, selective_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.layout import repeats_beside
+from autoplan.spec.axes import KERNEL_AXES
 from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
 from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.framework import Framework

@@ -13,7 +13,6 @@ from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
 from autoplan.cost.collectives.tensor_parallel import shared_scales_s, tensor_parallel_ends_s
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
-from autoplan.cost.kernels.sizes import KERNEL_AXES
 from autoplan.cost.kernels.times import HeadTimes, head_s
 from autoplan.cost.memory.parameters import (
     EndParameters,
@@ -26,6 +25,7 @@ from autoplan.cost.memory.stage_memory import StageMemory, stage_memory
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Ends, Pass, SplitPass
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_beside, stage_blocks
+from autoplan.spec.axes import KERNEL_AXES
 from autoplan.spec.model import Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem

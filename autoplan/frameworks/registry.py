@@ -124,7 +124,10 @@ LOGS: Modules[LogFormat] = Modules(
 def book_of(framework: Framework) -> Rulebook:
     """Return the rules of `framework`."""
     check_rules(framework)
-    return _without(framework.rules, framework.lacks, framework.interleaves_mamba)
+    lacks = framework.lacks
+    if framework.offers is not None:
+        lacks += tuple(name for name in BOOKS[framework.rules].extras if name not in framework.offers)
+    return _without(framework.rules, lacks, framework.interleaves_mamba)
 
 
 @cache
@@ -136,7 +139,7 @@ def _without(rules: str, lacks: tuple[str, ...], interleaves_mamba: bool) -> Rul
     if not lacks and interleaves_mamba:
         return book
     axes = {text for text in lacks if "=" not in text} - {
-        axis.name for axis in AXES if axis.known_of and axis.name not in book.extras
+        axis.name for axis in AXES if axis.offered_by and axis.name not in book.extras
     }
     pairs = (text.partition("=") for text in lacks if "=" in text)
     narrowed = words_left(book, ((axis, word) for axis, _, word in pairs))

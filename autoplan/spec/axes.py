@@ -136,7 +136,10 @@ class Axis:
     exact: tuple[Value, ...] | None = None
     # Values in `searched` take no more time or memory the later they stand: a search takes the last that a plan admits.
     is_monotone: bool = False
-    known_of: str = ""  # of what few frameworks offer, beyond the default: which
+    # Of what few frameworks offer, beyond the default: which, by the names of their rules.
+    offered_by: tuple[str, ...] = ()
+    of_kernels: bool = False  # whether times of kernels depend on it
+    of_memory: bool = True  # whether the memory of a rank depends on it
     elsewhere: str = ""  # where it is said, if not by --fix
     flag: str | None = None  # of `autoplan estimate`, where it is not the name with dashes; "": none
     flag_default: object = ...  # where it is not the default: None follows from other axes
@@ -208,10 +211,9 @@ class Axis:
         raise InputError(f"{option} {self.name}={text}: must be one of {', '.join(words)}")
 
 
-_MEGATRON = "Megatron-LM and Primus"
-_WITH_DEEPSPEED = "Megatron-LM, Primus and DeepSpeed"
-_WITH_TORCH = "Megatron-LM, Primus, DeepSpeed and frameworks of torch"
-_WITH_TORCH_8_BITS = "torchtitan, PyTorch FSDP, Megatron-LM and Primus"
+_MEGATRON = ("megatron-lm", "primus")
+_TORCHTITAN = ("torchtitan", "automodel")
+_WITH_DEEPSPEED = (*_MEGATRON, "deepspeed")
 _degree = partial(Axis, kind=Kind.COUNT, default=1, most=MAX_DEGREE, metavar="N")
 _flag = partial(Axis, kind=Kind.FLAG, default=False)
 _word = partial(Axis, kind=Kind.WORD)
@@ -220,18 +222,18 @@ _list = partial(Axis, kind=Kind.LIST)
 # The order is that in which limits of a search are told.
 # fmt: off
 AXES: tuple[Axis, ...] = (
-    _degree(name="tp", help="Tensor-parallel degree."),
-    _degree(name="cp", help="Context-parallel degree."),
+    _degree(name="tp", help="Tensor-parallel degree.", of_kernels=True),
+    _degree(name="cp", help="Context-parallel degree.", of_kernels=True),
     _degree(name="pp", help="Pipeline stages."),
-    _degree(name="vp", help="Model chunks per stage.", change="schedule"),
-    _degree(name="ep", help="Expert-parallel degree.", needs=Needs.EXPERTS),
+    _degree(name="vp", help="Model chunks per stage.", change="schedule", of_memory=False),
+    _degree(name="ep", help="Expert-parallel degree.", needs=Needs.EXPERTS, of_kernels=True),
     _degree(name="etp", help="Tensor-parallel degree of experts; default: tp.", needs=Needs.SPLIT_EXPERTS,
-            flag_default=None),
+            flag_default=None, of_kernels=True),
     _degree(name="dp", help="Data-parallel degree, from the devices that the other degrees leave.", change="", flag=""),
     _degree(name="dp_replicate", help="Replicas of the sharding group.", change="sharding"),
     _degree(name="dp_shard", help="Ranks in a sharding group.", change="sharding", flag=""),
     Axis(name="micro_batch", kind=Kind.COUNT, help="Sequences per micro-batch.", default=1, label="micro-batch",
-         metavar="N"),
+         metavar="N", of_kernels=True),
     Axis(name="global_batch", kind=Kind.COUNT, help="Sequences per step.", label="global batch",
          elsewhere="use --global-batch", flag=""),
     _word(name="sharding", help="none, zero1, zero2 or zero3.", default=Sharding.ZERO1, needs=Needs.COPIES,
@@ -244,104 +246,111 @@ AXES: tuple[Axis, ...] = (
     _list(name="recompute_num_layers", help="Layers of every chunk that full recomputation repeats; default: all.",
           change="recompute", elsewhere="use recompute", flag=""),
     _flag(name="sp", help="Sequence parallelism, if tp > 1.", needs=Needs.TENSOR_RANKS, label="sequence parallelism",
-          flag="--sp/--no-sp", flag_default=True),
+          flag="--sp/--no-sp", flag_default=True, of_kernels=True),
     _flag(name="tp_overlap", help="Overlap tensor-parallel communication.", needs=Needs.TENSOR_RANKS,
-          label="overlap of tensor-parallel traffic", phrase="TP overlap", searched=(False, True)),
+          label="overlap of tensor-parallel traffic", phrase="TP overlap", searched=(False, True), of_memory=False),
     _flag(name="ep_overlap", help="Overlap expert communication with another micro-batch.", needs=Needs.SPREAD_EXPERTS,
-          label="overlap of expert traffic", phrase="EP overlap", known_of=_MEGATRON, searched=(False, True)),
+          label="overlap of expert traffic", phrase="EP overlap", offered_by=_MEGATRON, searched=(False, True),
+          of_kernels=True, of_memory=False),
     _word(name="dispatcher", help="alltoall, deepep or hybridep.", default=Dispatcher.ALL_TO_ALL,
-          needs=Needs.SPREAD_EXPERTS, label="dispatcher of tokens", known_of=_MEGATRON, searched=tuple(Dispatcher)),
+          needs=Needs.SPREAD_EXPERTS, label="dispatcher of tokens", offered_by=(*_MEGATRON, "automodel"),
+          searched=tuple(Dispatcher), of_kernels=True, of_memory=False),
     _flag(name="grad_reduce_overlap", help="Reduce gradients during the last backward pass.", default=True,
           needs=Needs.COPIES, label="overlap of the gradient reduction",
-          elsewhere="searches turn it off where that is faster", flag=""),
+          elsewhere="searches turn it off where that is faster", flag="", of_memory=False),
     _flag(name="param_gather_overlap", help="Gather parameters during the first forward pass.", default=True,
-          needs=Needs.COPIES, label="overlap of the parameter gather", elsewhere="searches leave it on", flag=""),
+          needs=Needs.COPIES, label="overlap of the parameter gather", elsewhere="searches leave it on", flag="",
+          of_memory=False),
     _word(name="schedule", help="1f1b, interleaved, gpipe, zb-h1, zb-v or dualpipe-v.", default=Schedule.ONE_F_ONE_B,
-          needs=Needs.STAGES, searched=tuple(Schedule), flag_default=None),
+          needs=Needs.STAGES, searched=tuple(Schedule), flag_default=None, of_memory=False),
     _list(name="layers_per_chunk", help="Layers of every chunk in model order; default: evenly spread.",
           needs=Needs.STAGES, label="layers of the chunks", change="layers",
           elsewhere="searches spread the layers, --forbid uneven_stages narrows how", flag="--layers",
           metavar="N,N,..."),
     _word(name="cp_kind", help="ring or all_to_all.", default=ContextParallelKind.RING, needs=Needs.CONTEXT_RANKS,
-          label="kind of context parallelism", searched=tuple(ContextParallelKind)),
+          label="kind of context parallelism", searched=tuple(ContextParallelKind), of_kernels=True, of_memory=False),
     _word(name="offload", help="none, optimizer, or parameters (with gradients and optimizer).",
           default=Offload.NONE, searched=tuple(Offload)),
     Axis(name="offload_percent", kind=Kind.COUNT, default=100, most=100,
          help="Percentage of the optimizer's states that --offload optimizer keeps on the host.",
-         label="share of the optimizer on the host", known_of=_WITH_DEEPSPEED,
+         label="share of the optimizer on the host", offered_by=_WITH_DEEPSPEED,
          elsewhere="searches offload all of the optimizer or nothing: use autoplan estimate", metavar="PERCENT"),
     # Links to the host carry traffic of the network, too, which no runs price yet: searches leave these two alone.
     _word(name="offload_modules",
           help="Inputs of parts of a layer in host memory: core_attn, core_attn+attn_proj, expert_fc1, moe_act ...",
-          default=OffloadModules.NONE, label="parts of layers on the host", known_of=_MEGATRON,
+          default=OffloadModules.NONE, label="parts of layers on the host", offered_by=_MEGATRON,
           elsewhere="searches keep activations on the device: use autoplan estimate", metavar="WHAT"),
     _word(name="offload_layers", help="Share of the layers whose activations are all in host memory: 1/4, 1/2 or 3/4.",
-          default=OffloadLayers.NONE, label="layers on the host", known_of=_MEGATRON,
+          default=OffloadLayers.NONE, label="layers on the host", offered_by=_MEGATRON,
           elsewhere="searches keep activations on the device: use autoplan estimate", metavar="SHARE"),
     _word(name="cuda_graphs",
           help="none, router, attn, layer (every part of a layer with static shapes) or full_iteration.",
-          default=CudaGraphs.NONE, label="CUDA graphs", known_of=_MEGATRON,
-          searched=(CudaGraphs.NONE, CudaGraphs.ATTENTION, CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION)),
+          default=CudaGraphs.NONE, label="CUDA graphs", offered_by=_MEGATRON,
+          searched=(CudaGraphs.NONE, CudaGraphs.ATTENTION, CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION),
+          of_kernels=True, of_memory=False),
     _word(name="grad_dtype",
           help="Accumulate and reduce gradients in fp32 or bf16; bf16_main: without an fp32 copy for the update.",
-          default=GradType.FP32, label="data type of the gradients", known_of=_WITH_DEEPSPEED, searched=tuple(GradType),
-          exact=(), flag_default=None),
+          default=GradType.FP32, label="data type of the gradients", offered_by=_WITH_DEEPSPEED,
+          searched=tuple(GradType),
+          exact=(), flag_default=None, of_kernels=True),
     _word(name="reduce_dtype",
           help="Communicate gradients in the framework's usual type, in fp32, or in 16 bits (half).",
           default=ReduceType.USUAL, needs=Needs.COPIES, label="data type of the reduction",
-          known_of="torchtitan, DeepSpeed and PyTorch FSDP", searched=tuple(ReduceType), exact=(), flag_default=None),
+          offered_by=(*_TORCHTITAN, "deepspeed", "fsdp2"), searched=tuple(ReduceType), exact=(), flag_default=None),
     _word(name="fp8_scaling",
           help="Scales of 8-bit GEMMs: tensorwise, rowwise, blockwise (of 128), or delayed (from past steps).",
           default=Fp8Scaling.TENSORWISE, precisions=(Precision.FP8,), label="scales of 8-bit products",
-          known_of=_WITH_TORCH_8_BITS, searched=tuple(Fp8Scaling), exact=(), flag_default=None),
+          offered_by=(*_TORCHTITAN, "fsdp2", "maxtext", *_MEGATRON), searched=tuple(Fp8Scaling), exact=(),
+          flag_default=None, of_kernels=True, of_memory=False),
     _flag(name="narrow_params",
           help="Store and gather the weights of low-precision GEMMs in 8 or 4 bits.",
-          precisions=NARROW_PRECISIONS, label="narrow weights", phrase="narrow weights", known_of=_MEGATRON,
+          precisions=NARROW_PRECISIONS, label="narrow weights", phrase="narrow weights", offered_by=_MEGATRON,
           searched=(False, True), exact=(), is_monotone=True, flag_default=None),
     _flag(name="fp8_attention", help="Compute core attention in 8 bits, in addition to the GEMMs.",
           precisions=NARROW_PRECISIONS, label="attention in 8 bits", phrase="8-bit attention",
-          known_of="Megatron-Bridge", searched=(False, True), exact=(), flag_default=None),
+          offered_by=_MEGATRON, searched=(False, True), exact=(), flag_default=None, of_kernels=True, of_memory=False),
     _flag(name="fp8_activation_input", help="Store the input of SwiGLU in 8 bits for the backward pass.",
-          label="input of SwiGLU in 8 bits", phrase="SwiGLU inputs stored in 8 bits", known_of="Megatron-Bridge",
-          searched=(False, True), exact=(), flag_default=None),
+          label="input of SwiGLU in 8 bits", phrase="SwiGLU inputs stored in 8 bits", offered_by=_MEGATRON,
+          searched=(False, True), exact=(), flag_default=None, of_kernels=True),
     _flag(name="token_dropping",
           help="Give every expert a fixed number of tokens and drop the rest (capacity factor 1).",
-          needs=Needs.EXPERTS, label="dropping of tokens", phrase="dropped tokens", known_of=_MEGATRON,
-          searched=(False, True), exact=(), flag_default=None),
+          needs=Needs.EXPERTS, label="dropping of tokens", phrase="dropped tokens", offered_by=_MEGATRON,
+          searched=(False, True), exact=(), flag_default=None, of_kernels=True),
     _flag(name="dropout", help="Apply dropout to hidden states and attention scores.", phrase="dropout",
-          known_of=_WITH_DEEPSPEED, searched=(False, True), exact=(), flag_default=None),
+          offered_by=_WITH_DEEPSPEED, searched=(False, True), exact=(), flag_default=None, of_kernels=True),
     _flag(name="router_fusion", help="Use fused kernels for the router.", needs=Needs.EXPERTS,
-          label="fused router", phrase="fused router", known_of=_MEGATRON, searched=(False, True), is_monotone=True,
-          flag_default=None),
+          label="fused router", phrase="fused router", offered_by=_MEGATRON, searched=(False, True), is_monotone=True,
+          flag_default=None, of_memory=False),
     _flag(name="rope_fusion", help="Use a fused RoPE kernel for latent attention.",
-          needs=Needs.LATENTS, label="fused RoPE", phrase="fused RoPE", known_of=_MEGATRON,
-          searched=(False, True), is_monotone=True, flag_default=None),
+          needs=Needs.LATENTS, label="fused RoPE", phrase="fused RoPE", offered_by=_MEGATRON,
+          searched=(False, True), is_monotone=True, flag_default=None, of_memory=False),
     _word(name="main_weights",
           help="Main weights of the optimizer: fp32, remainders (fp32 minus the bf16 weights), fp16 or bf16.",
-          default=MainWeights.FP32, label="main weights", known_of=_WITH_TORCH, searched=tuple(MainWeights),
-          exact=(MainWeights.FP32, MainWeights.REMAINDERS), is_monotone=True, flag_default=None),
+          default=MainWeights.FP32, label="main weights",
+          offered_by=(*_WITH_DEEPSPEED, *_TORCHTITAN, "fsdp2", "accelerate"), searched=tuple(MainWeights),
+          exact=(MainWeights.FP32, MainWeights.REMAINDERS), is_monotone=True, flag_default=None, of_kernels=True),
     _word(name="moment_dtype", help="Adam's moments: fp32, bf16 or fp8.", default=MomentType.FP32,
-          label="data type of the moments", known_of=_WITH_DEEPSPEED, searched=tuple(MomentType), exact=(),
+          label="data type of the moments", offered_by=_WITH_DEEPSPEED, searched=tuple(MomentType), exact=(),
           is_monotone=True, flag_default=None),
     _flag(name="quantized_gathers", help="Gather weights of zero3 in 8 bits (ZeRO++ qwZ).", needs=Needs.COPIES,
-          label="gathers in 8 bits", phrase="8-bit gathers", known_of="DeepSpeed", searched=(False, True), exact=(),
-          flag_default=None),
+          label="gathers in 8 bits", phrase="8-bit gathers", offered_by=("deepspeed",), searched=(False, True),
+          exact=(), flag_default=None),
     _flag(name="quantized_reductions", help="Reduce gradients of zero3 in 4 bits (ZeRO++ qgZ).", needs=Needs.COPIES,
-          label="reductions in 4 bits", phrase="4-bit reductions", known_of="DeepSpeed", searched=(False, True),
+          label="reductions in 4 bits", phrase="4-bit reductions", offered_by=("deepspeed",), searched=(False, True),
           exact=(), flag_default=None),
     Axis(name="secondary_shard", kind=Kind.COUNT, default=1, most=MAX_DEGREE,
          help="Ranks that share a second copy of zero3's weights, for gathers inside nodes (ZeRO++ hpZ).",
-         label="ranks of a second copy", known_of="DeepSpeed",
+         label="ranks of a second copy", offered_by=("deepspeed",),
          elsewhere="searches keep one copy of the weights: use autoplan estimate", metavar="N"),
     _flag(name="wide_adapters",
           help="Compute fp32 adapters in fp32, without torch.autocast, instead of casting them for the GEMMs.",
-          label="products of adapters in fp32", phrase="adapters multiplied in fp32", known_of="PEFT",
-          searched=(False, True), exact=(), flag_default=None),
+          label="products of adapters in fp32", phrase="adapters multiplied in fp32", offered_by=("accelerate",),
+          searched=(False, True), exact=(), flag_default=None, of_kernels=True),
     _word(name="rank_order", help="tp-cp-ep-dp-pp or tp-cp-ep-pp-dp, innermost first.",
           default=RankOrder.DP_BEFORE_PP, needs=Needs.STAGES_AND_REPLICAS, label="order of the ranks",
-          searched=tuple(RankOrder), metavar="ORDER"),
+          searched=tuple(RankOrder), metavar="ORDER", of_memory=False),
     _word(name="precision", help="Data type of the GEMMs.", default=Precision.BF16, change="",
-          elsewhere="use --precision", flag=""),
+          elsewhere="use --precision", flag="", of_kernels=True),
     _list(name="tp_grid", help="Tensor parallelism in several dimensions.", change="",
           elsewhere="no launcher supports it", flag=""),
     _list(name="placement", help="Nodes in the order of the ranks; default: as in the cluster.",
@@ -350,6 +359,8 @@ AXES: tuple[Axis, ...] = (
 # fmt: on
 
 AXIS: dict[str, Axis] = {axis.name: axis for axis in AXES}
+# Axes that determine the shapes of a plan's kernels; many plans agree in all of them.
+KERNEL_AXES: tuple[str, ...] = tuple(axis.name for axis in AXES if axis.of_kernels)
 COLUMNS: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.is_column)
 SEARCHED: tuple[Axis, ...] = tuple(axis for axis in AXES if axis.searched)
 # Options that mean something with some precisions, or in some models, alone.
@@ -366,6 +377,11 @@ LABELS: dict[str, str] = {axis.changed_as: axis.label for axis in AXES if axis.l
 def shown(value: object) -> str:
     """Return a readable form of a word, a number or a flag."""
     return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def offered(rules: str) -> tuple[str, ...]:
+    """Return the axes that few frameworks have and one offers, by the name of its rules."""
+    return tuple(axis.name for axis in AXES if rules in axis.offered_by)
 
 
 def words_of(axis: str) -> tuple[CodedEnum, ...]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count, check_not_negative, check_positive, listed
-from autoplan.spec.axes import AXIS, Value, shown
+from autoplan.spec.axes import AXIS, Value, offered, shown
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan
 
@@ -306,6 +306,8 @@ class Framework:
     usual: tuple[str, ...] = ()
     # Options (AXIS), or words of them (AXIS=WORD), that others under the same rules offer and this version does not.
     lacks: tuple[str, ...] = ()
+    # Of the options that few frameworks have, those that this version has, where not all that its rules allow.
+    offers: tuple[str, ...] | None = None
     interleaves_mamba: bool = True  # whether a pipeline of a model with Mamba layers may have several chunks a rank
     rules: str = "megatron-lm"  # the folder whose rules decide which plans it admits, by its name in the registry
     rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)  # that it can number its ranks in, its default first
@@ -324,10 +326,12 @@ class Framework:
         if strange := set(self.fitted) - GROUP_OF.keys():
             raise InputError(f"fitted names no trait of a framework: {listed(sorted(strange))}")
         usual_axes = {text.partition("=")[0] for text in self.usual}
-        if strange := usual_axes - {name for name, axis in AXIS.items() if axis.known_of}:
+        if strange := usual_axes - {name for name, axis in AXIS.items() if axis.offered_by}:
             raise InputError(f"usual names no option of few frameworks: {listed(sorted(strange))}")
         if strange := {text.partition("=")[0] for text in self.lacks} - AXIS.keys():
             raise InputError(f"lacks names no option: {listed(sorted(strange))}")
+        if strange := set(self.offers or ()) - set(offered(self.rules)):
+            raise InputError(f"offers names what {self.rules} does not: {listed(sorted(strange))}")
         for key, texts in (("usual", self.usual), ("lacks", tuple(text for text in self.lacks if "=" in text))):
             for text in texts:
                 name, _, value = text.partition("=")

@@ -14,30 +14,6 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
-# Axes that determine the shapes of a plan's kernels; many plans agree in all of them.
-KERNEL_AXES = (
-    "micro_batch",
-    "tp",
-    "sp",
-    "cp",
-    "cp_kind",
-    "ep",
-    "etp",
-    "dispatcher",
-    "precision",
-    "grad_dtype",
-    "fp8_scaling",
-    "fp8_attention",
-    "fp8_activation_input",
-    "main_weights",
-    "wide_adapters",
-    "token_dropping",
-    "dropout",
-    "ep_overlap",
-    "cuda_graphs",
-)
-
-
 # Bytes per quantised element: 8 bits, plus scales per block of 32 (MXFP8) or 16 (NVFP4) elements.
 NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
 BLOCKWISE_BYTES = 1.0 + 4 / 128  # 8 bits, plus an fp32 scale per 128 elements; a weight's scale serves 128 such rows

@@ -10,9 +10,10 @@ from dataclasses import replace
 from autoplan.frameworks.accelerate.export import LIMITS
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.fsdp2 import rules as fsdp2
+from autoplan.spec.axes import offered
 from autoplan.spec.enums import MainWeights
 
-EXTRAS = ("main_weights", "wide_adapters")
+EXTRAS = offered("accelerate")
 
 RULES = (
     *fsdp2.rules_offering(*EXTRAS, "reduce_dtype"),

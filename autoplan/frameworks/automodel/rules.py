@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.frameworks.torchtitan import rules as torchtitan
+from autoplan.spec.axes import offered
 
-EXTRAS = (*torchtitan.EXTRAS, "dispatcher")  # components/models/common/utils.py:301
+EXTRAS = offered("automodel")  # its dispatcher: components/models/common/utils.py:301
 RULES = torchtitan.rules_offering(*EXTRAS)
 BOOK = replace(torchtitan.BOOK, rules=RULES, extras=EXTRAS)

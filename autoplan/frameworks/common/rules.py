@@ -79,7 +79,7 @@ class Rulebook:
 
     def offers(self, axis: Axis, value: Value) -> bool:
         """Return whether the framework has the option with this value."""
-        if axis.known_of and value != axis.default and axis.name not in self.extras:
+        if axis.offered_by and value != axis.default and axis.name not in self.extras:
             return False
         return axis.kind is Kind.FLAG or value in self.words(axis.name)
 

@@ -251,7 +251,7 @@ ONE_CHUNK_OF_MAMBA = Rule(
 
 def options_of_others(*offered: str) -> tuple[Rule, ...]:
     """Return rules against options that few frameworks have, for one that has, or itself refuses, those `offered`."""
-    return tuple(_option_of_others(axis) for axis in AXES if axis.known_of and axis.name not in offered)
+    return tuple(_option_of_others(axis) for axis in AXES if axis.offered_by and axis.name not in offered)
 
 
 def options_lacked(axes: Collection[str]) -> tuple[Rule, ...]:
@@ -291,10 +291,10 @@ def words_left(book: Rulebook, lacks: Iterable[tuple[str, str]]) -> tuple[Suppor
 
 def _option_of_others(axis: Axis, origin: str = "") -> Rule:
     plain, is_flag = axis.code(axis.default), axis.kind is Kind.FLAG
+    whose = origin or f"of {' and '.join(axis.offered_by)}"
     return Rule(
         holds=lambda s, b: getattr(b, axis.name) == plain,
         text=lambda s, p: (
-            f"{axis.name}{'' if is_flag else f' {getattr(p, axis.name)}'} is known {origin or f'of {axis.known_of}'} "
-            "only: leave it out"
+            f"{axis.name}{'' if is_flag else f' {getattr(p, axis.name)}'} is known {whose} only: leave it out"
         ),
     )

@@ -11,6 +11,7 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import kv_groups
+from autoplan.spec.axes import offered
 from autoplan.spec.enums import ContextParallelKind, GradType, MainWeights, MomentType, Offload, Precision, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
@@ -78,10 +79,7 @@ SUPPORTED = (
     SupportedWords(axis="precision", words=("bf16", "fp16"), source=f"{_ENGINE}:2011"),
 )
 
-EXTRAS = (
-    *("dropout", "grad_dtype", "main_weights", "moment_dtype", "offload_percent", "reduce_dtype"),
-    *("quantized_gathers", "quantized_reductions", "secondary_shard"),
-)
+EXTRAS = offered("deepspeed")
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,

@@ -13,6 +13,7 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
+from autoplan.spec.axes import offered
 from autoplan.spec.enums import ContextParallelKind, Offload, Schedule
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
@@ -114,7 +115,7 @@ SUPPORTED = (
     ),
 )
 
-EXTRAS = ("fp8_scaling", "main_weights", "reduce_dtype")
+EXTRAS = offered("fsdp2")
 
 _OWN_RULES: tuple[Rule, ...] = (
     *universal.RULES,

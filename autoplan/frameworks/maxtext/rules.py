@@ -13,6 +13,7 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.maxtext.options import NAMED
+from autoplan.spec.axes import offered
 from autoplan.spec.enums import ContextParallelKind, Fp8Scaling, Precision, Schedule, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import SELECTIVE, PlanBatch
@@ -57,7 +58,7 @@ SUPPORTED = (
     SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8"), source=f"{_TYPES}:83"),
     SupportedWords(axis="fp8_scaling", words=("tensorwise", "delayed"), source=f"{_TYPES}:83"),
 )
-EXTRAS = ("fp8_scaling",)
+EXTRAS = offered("maxtext")
 
 RULES: tuple[Rule, ...] = (
     *universal.RULES,

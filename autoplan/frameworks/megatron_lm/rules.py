@@ -17,6 +17,7 @@ from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import has_dense_mlp, kv_groups
+from autoplan.spec.axes import offered
 from autoplan.spec.enums import (
     NARROW_PRECISIONS,
     ContextParallelKind,
@@ -258,17 +259,10 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     return ~batch.ep_overlap | (batch.cuda_graphs != CudaGraphs.LAYER.code)
 
 
-# Options that few other frameworks have.
-EXTRAS = (
-    *("ep_overlap", "dispatcher", "cuda_graphs", "grad_dtype", "narrow_params", "main_weights", "moment_dtype"),
-    *("fp8_scaling", "fp8_attention", "fp8_activation_input", "token_dropping", "dropout", "router_fusion"),
-    *("rope_fusion", "offload_percent", "offload_modules", "offload_layers"),
-)
-
 # For every schedule; Primus runs additional schedules on the same code (`primus`).
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
-    *universal.options_of_others(*EXTRAS),
+    *universal.options_of_others(*offered("megatron-lm")),
     universal.NO_FP32,
     Rule(
         source=f"{_STATE}:1448",
@@ -561,4 +555,6 @@ LIMITS: tuple[Rule, ...] = (
     ),
 )
 
-BOOK = Rulebook(rules=RULES, supported=SUPPORTED, extras=EXTRAS, repeats_parts=True, repeats_some_layers=True)
+BOOK = Rulebook(
+    rules=RULES, supported=SUPPORTED, extras=offered("megatron-lm"), repeats_parts=True, repeats_some_layers=True
+)

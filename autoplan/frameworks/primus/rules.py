@@ -13,13 +13,13 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
 from autoplan.frameworks.megatron_lm.rules import (
     COMMON,
-    EXTRAS,
     FP8_SCALINGS,
     INTERLEAVED,
     INTERLEAVED_MICROBATCHES,
     MAIN_WEIGHTS,
     OFFLOADS,
 )
+from autoplan.spec.axes import offered
 from autoplan.spec.enums import CudaGraphs, Recompute, Schedule
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.workload import Workload
@@ -113,7 +113,7 @@ RULES: tuple[Rule, ...] = (
 BOOK = Rulebook(
     rules=RULES,
     supported=SUPPORTED,
-    extras=EXTRAS,
+    extras=offered("primus"),
     repeats_parts=True,
     repeats_some_layers=True,
     split_schedules_overlap=False,

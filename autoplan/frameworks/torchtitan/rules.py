@@ -15,6 +15,7 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.frameworks.common.widths import gemm_widths
 from autoplan.frameworks.fsdp2.rules import PIPELINE_RULES
+from autoplan.spec.axes import offered
 from autoplan.spec.enums import ContextParallelKind, Offload, Precision, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
@@ -62,7 +63,7 @@ SUPPORTED = (
     SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
 )
 
-EXTRAS = ("fp8_scaling", "main_weights", "reduce_dtype")
+EXTRAS = offered("torchtitan")
 
 _OWN: tuple[Rule, ...] = (
     universal.ALL_OR_NONE,
