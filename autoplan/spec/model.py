@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal
 
 from autoplan.base.errors import InputError
-from autoplan.base.units import check_count, check_name, check_positive
+from autoplan.base.units import check_count, check_name, check_not_negative, check_positive
 
 MAX_SIZE = 10**7  # of a width; the widest model published has 25,600
 MAX_LAYERS = 10**4
@@ -279,9 +279,10 @@ class ModelSpec:
     attention_output_gate: bool = False  # as wide as the queries, on the output of softmax attention
     qk_norm: Literal["none", "head", "full"] = "none"
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
-    # Without a kernel for it an rmsnorm keeps 16 bits more an element: of what it has normalised, in fp32 (Gemma), or
-    # its input beside an fp32 copy (T5).
-    wide_norm: bool = False
+    # Bytes an element that a norm without a kernel for it keeps in 16-bit training beyond Llama's, or beyond torch's
+    # layer norm: 2 of what it has normalised, in fp32 (Gemma), of its input beside an fp32 copy (T5), or of that copy
+    # alone (OLMo); 10 of a layer norm that is written out in fp32 (Cohere).
+    norm_extra_bytes: int = 0
     narrow_softmax: bool = False  # written out, attention has its softmax in 16 bits, not in fp32 (BERT, T5)
     norm_bias: bool = True  # of a layernorm; an rmsnorm has none
     norm_weights: bool = True  # False: norms scale nothing (OLMo)
@@ -295,11 +296,15 @@ class ModelSpec:
     head_transform: bool = False  # a square matrix with a bias, and a norm, in front of the head (BERT)
     head_bias: bool = False
     activation_parameters: int = 0  # trained numbers of each MLP's activation (xIELU)
-    # As wide as an MLP that its activation keeps without a kernel of its own, beside its output: none of a ReLU.
-    activation_tensors: int = 1
+    # As wide as an MLP that its activation keeps without a kernel of its own, beside its output: none of a ReLU; a mask
+    # of booleans is half of one.
+    activation_tensors: float = 1
     # relative: a bias of attention by distance, from a table as wide as the heads
     position_embedding: Literal["rope", "learned", "relative", "alibi", "none"] = "rope"
     relative_in_layers: bool = False  # every layer has such a table of its own
+    # Only a part of queries and keys turns: torch joins it with the rest, in an order for which it copies the output
+    # of attention.
+    partial_rope: bool = False
     rope_base: float = 10000.0
     max_positions: int = 0  # rows of a table of learned or relative positions
     tied_embeddings: bool = False
@@ -368,7 +373,8 @@ class ModelSpec:
         check_count("short_conv_gates", self.short_conv_gates, at_least=0, at_most=10)
         check_count("attention_streams", self.attention_streams, at_most=2)
         check_count("token_types", self.token_types, at_least=0, at_most=10**4)
-        check_count("activation_tensors", self.activation_tensors, at_least=0, at_most=20)
+        check_count("norm_extra_bytes", self.norm_extra_bytes, at_least=0, at_most=20)
+        check_not_negative("activation_tensors", self.activation_tensors)
         check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
         if self.bidirectional and (self.linear_attention or "M" in (self.layer_pattern or "")):
             raise InputError("bidirectional attention goes with neither linear_attention nor M in layer_pattern")
@@ -453,6 +459,11 @@ class ModelSpec:
             "parts of its own in its blocks (additions)": bool(self.additions),
         }
         return tuple(words for words, is_there in parts.items() if is_there)
+
+    @property
+    def writes_out_norms(self) -> bool:
+        """Whether norms are several operations where no kernel fuses them, unlike torch's layer norm."""
+        return self.norm == "rmsnorm" or self.norm_extra_bytes > 0
 
     @property
     def table_width(self) -> int:

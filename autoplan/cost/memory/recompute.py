@@ -78,6 +78,9 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     sliced = norm_tokens(problem, batch) * model.hidden_size
     normed = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))
     normed -= (model.norms_per_block - 1) * element  # a sum, which reads that of the norm behind a block, keeps nothing
+    reads_others_norm = model.shared_norm and block not in ATTENTION_BLOCKS
+    if reads_others_norm:
+        normed = element
     norm = normed + np.where(batch.dropout, 1.0, 0.0)  # one byte for a mask
     if block in ATTENTION_BLOCKS:
         parts = _attention_parts(problem, batch, block, shape)
@@ -106,7 +109,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         }
     # The norm's output is the input of the first GEMM.
     output, always_kept = input_bytes(problem, batch) * sliced, (norm - element) * sliced
-    if not any(shape.keeps_input(name) for name in NORMED):
+    if reads_others_norm or not any(shape.keeps_input(name) for name in NORMED):
         output = 0.0 * output
     added = sum(linear.out_size for linear in shape.linears if linear.name.startswith(ADDED))
     always_kept = always_kept + element * added * norm_tokens(problem, batch)
@@ -116,7 +119,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         parts[RecomputeModule.LAYERNORM] = output
     else:
         always_kept = always_kept + output
-    if not framework.memory.regathers_norm_output:
+    if not (framework.memory.regathers_norm_output or reads_others_norm):
         gathered = element * model.norms_per_block * (rank_tokens(problem, batch) * model.hidden_size - sliced)
         if not framework.memory.fsdp2_states:
             always_kept = always_kept + gathered
@@ -184,10 +187,10 @@ def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
 
     The normalised values are stored only for the gradient of the norm's weight; if that is frozen, only the fp32 copy
     of the input is stored.  When training in fp32 only the normalised values are stored, as the input is no copy.
-    Torch's layer norm is one kernel, which stores two numbers per token; only an RMSNorm consists of several
-    operations.
+    Torch's layer norm is one kernel, which stores two numbers per token; only an RMSNorm, and a layer norm that a model
+    writes out, consists of several operations.
     """
-    if problem.model.norm == "layernorm":
+    if not problem.model.writes_out_norms:
         return 0.0
     framework, chosen = problem.framework, problem.training.fused_norm
     # Torch has no fused kernel for its norms on the host.
@@ -195,10 +198,12 @@ def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
         framework.memory.fsdp2_states and problem.cluster.device.vendor == "cpu"
     )
     norm_bytes = framework.memory.bytes_per_eager_norm if problem.training.element_bytes < WIDE_BYTES else WIDE_BYTES
+    if problem.model.norm == "layernorm":
+        norm_bytes = 0.0
     if is_frozen:
         norm_bytes = WIDE_BYTES - problem.training.element_bytes
     elif problem.training.element_bytes < WIDE_BYTES:
-        norm_bytes += 2.0 * problem.model.wide_norm
+        norm_bytes += problem.model.norm_extra_bytes
     return 0.0 if (fused if chosen is None else chosen) else norm_bytes
 
 
@@ -241,7 +246,10 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         ) * tokens
         if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
             always_kept = always_kept + tokens * element * model.qk_head_dim * 2 * kv_heads
-        is_eager = framework.memory.fsdp2_states or eager_norm_bytes(problem) > 0
+        is_eager = framework.memory.fsdp2_states or not framework.kernels.fused_activation
+        is_eager |= eager_norm_bytes(problem) > 0
+        if model.partial_rope and is_eager:
+            always_kept = always_kept + element * tokens * heads * model.v_head_dim
         if is_eager and model.qk_norm != "none":
             always_kept = always_kept + (element + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (
                 heads + keys_per_query * kv_heads
