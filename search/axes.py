@@ -160,7 +160,7 @@ def words(axis: str, value: Any) -> str:
         kind, modules, repeated = value
         if repeated is not None:
             return f"{kind} of {repeated} a chunk"
-        return "+".join(modules) if kind == "selective" else str(kind)
+        return "+".join(modules) if kind == "selective" and modules != ("core_attn",) else str(kind)
     if axis == "layers":
         counts = [(count, len(list(same))) for count, same in groupby(value[0])]
         return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in counts)

@@ -6,6 +6,7 @@ import contextlib
 import json
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from commands import run
+from test_megatron_lm_export import LLAMA_8B, plan_file_of
 
 PLACE = ("--cluster", "h100-sxm:1x8")
 PROBLEM = ("llama3-8b", *PLACE, "--global-batch", "16", "--seq-len", "2048")
@@ -278,6 +280,40 @@ def test_what_the_file_says_in_other_words_goes_where_it_changes_alone() -> None
     assert needed(granularity | {tp: "4"}) == {tp}
     assert needed({tp: "4"}) == {tp, "--recompute-activations"}
     assert needed({"--recompute-granularity": "full", tp: "8"}) == {*granularity, "--recompute-activations"}
+
+
+CHANGES: tuple[dict[str, Any], ...] = (
+    {},
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"micro_batch": 2},
+    {"tp": 2, "dp_shard": 4},
+    {"cp": 2, "dp_shard": 4},
+    {"pp": 2, "dp_shard": 4},
+    {"sharding": "zero1"},
+    {"sharding": "zero3"},
+    {"offload": "optimizer"},
+    {"precision": "fp8"},
+    {"moment_dtype": "bf16"},
+)
+
+
+@pytest.mark.parametrize("to", sorted({to for name in TARGETS if name != "autoplan" for to in TARGETS[name].spellings}))
+def test_plans_that_differ_are_files_whose_options_differ(tmp_path: Path, to: str) -> None:
+    """Otherwise a change of the plan would be missing in the list of changed options."""
+    found: dict[tuple[str, tuple[tuple[str, str], ...]], ParallelPlan] = {}
+    for sharding, change in product(("zero1", "zero2"), CHANGES):
+        plan = {"global_batch": 32, "dp_shard": 8, "sharding": sharding} | change
+        file = replace(plan_file_of(LLAMA_8B, **plan), framework=load_framework(facts_of(to.partition("@")[0])))
+        with contextlib.suppress(InputError):  # not every target can express every plan
+            files = exported(file, to, "torchrun")
+            for one in files:
+                (tmp_path / one.name).write_text(one.text)
+            for one in files:
+                with contextlib.suppress(InputError):  # such as of a script that starts another file
+                    read = read_launch(tmp_path / one.name, replace(COMPLETE, model=file.model, seq_len=4096))
+                    assert found.setdefault((one.name, tuple(sorted(read.options))), read.plan) == read.plan
+    assert len(found) > 1
 
 
 def test_the_terminal_says_gap_changes_and_options(folder: Path, found: PlanFile) -> None:

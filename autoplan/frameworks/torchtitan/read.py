@@ -64,6 +64,7 @@ class Content:
     recompute: str | None = "selective"
     num_devices: int | None = None
     unread: list[Unread] = field(default_factory=list)
+    read_apart: tuple[tuple[str, str], ...] = ()  # further options that were read, as written
     old: bool = False  # version 0.2
 
 
@@ -146,6 +147,7 @@ def _of_toml(table: dict[str, Any]) -> Content:
     policy = Options.of_table(table).inside("activation_checkpoint")
     mode, option = policy.value("mode") or "selective", str(policy.value("selective_ac_option") or "2")
     content.recompute = mode if isinstance(mode, str) else None
+    content.read_apart = (*model_section.options(), *policy.options())
     if mode == "selective" and option != "op":
         why = "whole layers are recomputed, which is read as recomputation of single operations"
         content.unread.append(Unread(option="activation_checkpoint.selective_ac_option", value=option, why=why))
@@ -224,6 +226,7 @@ def _text(value: Any) -> str:
 
 def _read_policy(content: Content, value: Any) -> None:
     name = ".".join(value.name.rsplit(".", 2)[-2:]) if isinstance(value, Built) else None
+    content.read_apart = (("activation_checkpoint", name or "None"),)
     kinds = {f"{policy}.Config": kind for kind, policy in (*POLICIES.items(), ("memory-budget", "MemoryBudgetAC"))}
     content.recompute = "none" if value is None else kinds.get(name or "")
     if content.recompute is None:
@@ -457,7 +460,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
             fused_norm=None if compiled else False,
         ),
         plan=ParallelPlan.derived(**axes),
-        options=options.options(),
+        options=(*options.options(), *content.read_apart),
         unread=options.unread(),
     )
 
