@@ -51,45 +51,6 @@ if TYPE_CHECKING:
     from autoplan.base.errors import UnpricedError as UnpricedError
     from autoplan.spec.plan import ParallelPlan as ParallelPlan
 
-__all__ = [
-    "AutoplanError",
-    "AutoplanWarning",
-    "CalibrateResult",
-    "CompareResult",
-    "ExplainResult",
-    "ExportResult",
-    "InputError",
-    "MixedPlanResult",
-    "NoPlanError",
-    "ParallelPlan",
-    "PlanResult",
-    "PredictResult",
-    "ReadResult",
-    "ReplanResult",
-    "ScoreResult",
-    "StoreError",
-    "Table",
-    "UnpricedError",
-    "calibrate",
-    "compare",
-    "estimate",
-    "explain",
-    "export",
-    "load_cluster",
-    "load_framework",
-    "load_model",
-    "load_plan",
-    "predict",
-    "profile",
-    "read",
-    "replan",
-    "run",
-    "score",
-    "search",
-    "search_mixed",
-    "tune",
-]
-
 _PUBLIC = {
     "autoplan.api.compare": ("compare", "CompareResult"),
     "autoplan.api.estimate": ("estimate",),
@@ -115,6 +76,7 @@ _PUBLIC = {
     "autoplan.spec.plan": ("ParallelPlan",),
 }
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
+__all__ = [*_HOMES]
 
 
 class _CallablePackage(ModuleType):

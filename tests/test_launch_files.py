@@ -21,11 +21,10 @@ from autoplan.frameworks.common.job import File
 from autoplan.frameworks.common.launch import LaunchContext
 from autoplan.frameworks.launch_files import MAX_BYTES, READERS, read_launch
 from autoplan.frameworks.presets import load_framework
-from autoplan.frameworks.registry import TARGETS, facts_of
+from autoplan.frameworks.registry import TARGETS, book_of, facts_of
 from autoplan.launch.targets import exported
 from autoplan.readers.model import load_model
 from autoplan.report.launch_file import gap_line
-from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from commands import run
@@ -71,17 +70,15 @@ def test_a_launch_file_is_known_by_its_content(folder: Path, name: str, target: 
 
 
 COMPLETE = LaunchContext(model=load_model("llama3-8b"), num_devices=8, devices_per_node=8, seq_len=64)
-# What plans for a target may be priced as, where that is not Megatron-Core.
-FSDP2 = ("accelerate", "automodel", "axolotl", "fsdp2", "hf-trainer", "llama-factory", "torchtitan")
 
 
 @cache
 def files_of(folder: Path, target: str) -> tuple[File, ...]:
     """A plan without tensor and pipeline parallelism, exported."""
     file = plan_file(folder / "old.json")
-    sharding: Sharding = "zero2" if target in FSDP2 else "zero1"
-    plan = ParallelPlan(global_batch=16, dp_shard=8, sharding=sharding)
     framework = load_framework(facts_of(target))
+    sharding = "zero1" if "zero1" in book_of(framework).words("sharding") else "zero2"
+    plan = ParallelPlan.derived(global_batch=16, dp_shard=8, sharding=sharding)
     file = replace(file, framework=framework, best=replace(file.best, plan=plan))
     return exported(file, target, "torchrun")
 

@@ -237,7 +237,7 @@ def _stalled(names: Sequence[str], runs: Sequence[MeasuredRun]) -> Iterator[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken:
+class ImportedRun:
     """A past run that is now in the database."""
 
     log: str  # inside the folder, like the launch file
@@ -251,7 +251,7 @@ class Taken:
 class Imported:
     """Outcome of importing a folder of logs."""
 
-    taken: tuple[Taken, ...]
+    taken: tuple[ImportedRun, ...]
     passed_over: dict[str, str]  # why, by path inside the folder
     num_new: int  # in the database; the others were held already
     calibrations: dict[str, Fitted]  # by framework: from all its runs on such nodes that are held
@@ -277,7 +277,7 @@ def import_logs(
     from autoplan.profiler.store import open_store  # brings SQLAlchemy
 
     cluster_spec, where, launch_context = load_cluster(cluster), Path(folder), make_context(**context)
-    taken_runs: list[Taken] = []
+    taken_runs: list[ImportedRun] = []
     passed_over: dict[str, str] = {}
     with open_store(db) as store:  # what is wrong with it shall be known before any log is read
         for past in past_runs(where, lambda path: read_launch_on_part(path, launch_context, cluster_spec)):
@@ -293,7 +293,7 @@ def import_logs(
                 passed_over[log] = str(error)
                 continue
             taken_runs.append(
-                Taken(
+                ImportedRun(
                     log=log,
                     launch_file=_inside(past.launch_file, where),
                     num_unread=sum(option.matters for option in past.launch.unread),

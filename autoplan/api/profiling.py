@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoplan.api.outputs import PlannedMeasurement, PlannedMeasurements, Profiled
 from autoplan.api.plan_run import EMULATION
 from autoplan.api.problem import load_cluster, load_framework, load_model
 from autoplan.api.timings import machine_of, opened_store
@@ -73,6 +74,31 @@ class PlannedProfile:
         """Seconds that all visits take on a quiet machine."""
         return self.num_visits * sum(ranked.expected_s for ranked in self.tasks)
 
+    def output(self) -> PlannedMeasurements:
+        """Return what --dry-run prints as JSON."""
+        advice = self.advice
+        return PlannedMeasurements(
+            device=self.hello.fingerprint.device,
+            ranks=len(self.hello.hosts),
+            nodes=self.hello.num_nodes,
+            expected_s=self.expected_s,
+            budget_s=self.budget_s,
+            known=self.num_known,
+            sure=None if advice is None else advice.probability,
+            sure_after=None if advice is None else advice.expected_probability,
+            measurements=tuple(
+                PlannedMeasurement(
+                    operation=ranked.task.operation,
+                    shape=ranked.task.shape,
+                    dtype=ranked.task.dtype,
+                    kernel=ranked.task.kernel,
+                    mode=ranked.task.mode,
+                    expected_s=self.num_visits * ranked.expected_s,
+                )
+                for ranked in self.tasks
+            ),
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class Profile(PlannedProfile):
@@ -124,6 +150,12 @@ def profile(
     """
     with started_profile(model, plan_file=plan_file, options=options or ProfileOptions()) as started:
         return started.measure(advance) if started else None
+
+
+def progress_output(progress: Progress) -> Profiled:
+    """Return what `autoplan profile` prints as JSON."""
+    outcomes = {str(operation): dict(counts) for operation, counts in progress.counts().items()}
+    return Profiled(planned=progress.total, outcomes=outcomes, elapsed_s=progress.elapsed_s, left=progress.num_left)
 
 
 def planned_profile(

@@ -37,6 +37,9 @@ class PageServer(ThreadingHTTPServer):
 
     daemon_threads = True
     block_on_close = False
+    start: PlanResult
+    word: str  # in the address, which only the browser that was told it knows
+    page: str
 
     def __init__(self, result: PlanResult | MixedPlanResult) -> None:
         if isinstance(result, MixedPlanResult):

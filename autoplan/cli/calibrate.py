@@ -17,10 +17,10 @@ from autoplan.base.files import encode, write_text
 from autoplan.base.units import format_seconds
 from autoplan.cli.inputs import check_outputs, whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, SetOption, whole_number
-from autoplan.cli.remarks import print_written
+from autoplan.cli.remarks import print_written, say
 
 if TYPE_CHECKING:
-    from autoplan.api.measured_runs import Imported
+    from autoplan.api.measured_runs import Imported, ImportedRun
 
 
 RunsOption = Annotated[
@@ -99,7 +99,7 @@ def calibrate(
         raise InputError("a calibration from a table is written to a file: give --out FILE")
     calibrated = autoplan.calibrate(runs)
     for text in () if quiet else calibrated.warnings:
-        print(f"autoplan: {text}", file=sys.stderr)
+        say(text)
     calibrated.save(out, force=force)
     if as_json:
         errors = calibrated.table()
@@ -133,25 +133,16 @@ def _hand_over_imported(
 
 
 def _print_imported(imported: Imported) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from autoplan.cost.spreads import NORMAL_90
-    from autoplan.report.terminal import make_console
+    from autoplan.report.terminal import make_console, print_table
 
     console = make_console()
     if imported.taken:
-        table = Table(box=None, pad_edge=False)
-        for name in ("log", "framework", "plan"):
-            table.add_column(name)
-        for name in ("devices", "step", "predicted"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for imported_log in imported.taken:
-            run = imported_log.run
-            came = format_seconds(run.seconds) if run.seconds else {"oom": "out of memory"}.get(run.status, run.status)
-            texts = (Text(imported_log.log), run.framework, run.plan.describe(), str(run.plan.num_devices), came)
-            table.add_row(*texts, format_seconds(imported_log.predicted_s))
-        console.print(table)
+        columns = [(name, False) for name in ("log", "framework", "plan")]
+        columns += [(name, True) for name in ("devices", "step", "predicted")]
+        print_table(console, columns, map(_cells, imported.taken), keep=len(columns))
     if imported.passed_over:
         console.print("\nskipped" if imported.taken else "skipped")
         for path, reason in imported.passed_over.items():
@@ -175,3 +166,12 @@ def _print_imported(imported: Imported) -> None:
         )
     for name, why in imported.without.items():
         console.print(f"{name}: not calibrated, {why}", soft_wrap=True)
+
+
+def _cells(imported_log: ImportedRun) -> tuple[str, ...]:
+    from rich.markup import escape
+
+    run = imported_log.run
+    came = format_seconds(run.seconds) if run.seconds else {"oom": "out of memory"}.get(run.status, run.status)
+    texts = (escape(imported_log.log), run.framework, run.plan.describe(), str(run.plan.num_devices), came)
+    return (*texts, format_seconds(imported_log.predicted_s))

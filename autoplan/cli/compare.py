@@ -24,6 +24,7 @@ from autoplan.cli.options import (
     SeqLenOption,
 )
 from autoplan.cli.progress import progress_bar
+from autoplan.cli.remarks import print_written
 
 ClusterOption = Annotated[
     list[str],
@@ -91,7 +92,7 @@ def compare(
         report.compare.print_compared(report.terminal.make_console(), compared.outcomes)
     if svg is not None:
         write_text(svg, compared.draw(), force=force)
-        typer.echo(f"wrote {svg}", err=True)
+        print_written(svg, quiet=quiet)
 
 
 def _prices(texts: list[str], clusters: list[str]) -> dict[str, str]:

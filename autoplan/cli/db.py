@@ -11,11 +11,12 @@ import typer
 
 from autoplan import api
 from autoplan.base.errors import InputError
-from autoplan.base.files import encode, encode_line
+from autoplan.base.files import encode, encode_line, write_text
 from autoplan.base.units import format_bytes, format_seconds
-from autoplan.cli.inputs import whole_url
+from autoplan.cli.inputs import check_outputs, whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption
 from autoplan.cli.progress import progress_bar
+from autoplan.cli.remarks import print_warnings, print_written, say
 
 if TYPE_CHECKING:
     from autoplan.profiler.store import Added
@@ -243,12 +244,10 @@ def import_(
 ) -> None:
     """Add records from a file or from the tables of aiconfigurator; invalid files add nothing."""
     records, unknown = api.database.read_records(source, device=device, operation=operation)
-    if unknown and not quiet:
+    if unknown:
         counts = ", ".join(f"{count:,} of {name}" for name, count in unknown.items())
-        print(
-            f"autoplan: warning: skipped records of operations that this version does not know: {counts}",
-            file=sys.stderr,
-        )
+        warning = f"skipped records of operations that this version does not know: {counts}"
+        print_warnings([warning], quiet=quiet)
     with progress_bar(quiet=quiet, doing="adding", unit="records") as show:
         on_batch = (lambda done: show(done, None)) if show else None
         added = api.database.add(records, whole_url(context, url), on_batch=on_batch)
@@ -281,10 +280,6 @@ def report(
     quiet: QuietOption = False,
 ) -> None:
     """Compare hosts and days; with --out write a page on the coverage, age and spread of the measurements."""
-    from autoplan.base.files import write_text
-    from autoplan.cli.inputs import check_outputs
-    from autoplan.cli.remarks import print_written
-
     check_outputs(out, force=force)
     overview = api.team.overview(whole_url(context, url), plans or ())
     if out is not None:
@@ -392,13 +387,13 @@ def _print_listed(
     """Print up to `limit` rows, with a note if there are more."""
     if len(rows) > limit:
         rows = rows[:limit]
-        print(f"autoplan: showing the first {limit:,}: raise --limit or add filters", file=sys.stderr)
+        say(f"showing the first {limit:,}: raise --limit or add filters")
     if json:
         _print_json(rows)
     elif rows:
         _print_rows(columns, rows, numbers=numbers)
     else:
-        print("autoplan: no match in the database", file=sys.stderr)
+        say("no match in the database")
 
 
 def _print_rows(

@@ -11,6 +11,7 @@ import typer
 
 from autoplan.cli.inputs import whole_url
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
+from autoplan.cli.remarks import print_warnings, print_written
 
 if TYPE_CHECKING:
     from autoplan.profiler.discover.describe import Description
@@ -89,7 +90,7 @@ def discover(
         typer.echo(text, nl=False)
     else:
         write_text(out, text, force=force)
-        typer.echo(f"wrote {out}", err=True)
+        print_written(out)
         if not quiet and not json_:
             typer.echo(f"next: autoplan topo {shlex.quote(str(out))}", err=True)
 
@@ -117,5 +118,4 @@ def _tell(description: Description) -> None:
     widths = [max(len(row[at]) for row in rows) for at in range(2)]
     for title, text, remark in rows:
         print(f"{title:<{widths[0]}}  {text:<{widths[1]}}  {remark}".rstrip(), file=sys.stderr)
-    for warning in description.warnings:
-        print(f"autoplan: warning: {warning}", file=sys.stderr)
+    print_warnings(description.warnings)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +27,7 @@ from autoplan.cli.options import (
     SetOption,
     TraceOption,
 )
-from autoplan.cli.remarks import print_warnings
+from autoplan.cli.remarks import print_warnings, say
 
 if TYPE_CHECKING:
     from autoplan.api.plan_result import PlanResult
@@ -150,7 +149,7 @@ def _print(result: PlanResult, *, memory: bool, verify_memory: bool, quiet: bool
     show(terminal.make_console(), result.file)
     if verify_memory:
         if not quiet:
-            print("autoplan: counting tensors with torch, which takes up to a minute", file=sys.stderr)
+            say("counting tensors with torch, which takes up to a minute")
         report.verified.print_verified(terminal.make_console(), result.file, api.estimate.ask_oracle(result))
 
 

@@ -50,7 +50,7 @@ _OBJECTIVES = (
     "step-time, tokens-per-device, cost-per-token, energy-per-token, time-to-tokens, devices, tokens or "
     "memory-headroom. Repeat it for the Pareto front of several."
 )
-# Flag and default by parameter name.  `inputs` parses the values, not the command.
+# Flag and default by parameter name, which is that of the API's option.  `inputs` parses the values, not the command.
 SHARED: dict[str, tuple[Any, Any]] = dict(
     (
         _shared(

@@ -11,21 +11,11 @@ import typer
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import check_target, refused_writes
+from autoplan.cli.flags import PROBLEM, RUN
 
 if TYPE_CHECKING:
     from autoplan.api.problem import ProblemOptions
     from autoplan.api.training_run import RunOptions
-
-# Parameters with the same meaning as in the API.
-PROBLEM_FLAGS = (
-    *("precision", "attention", "framework", "calibration", "timings", "reserve_memory"),
-    *("finetune", "lora_rank", "lora_targets", "quantize", "optimizer", "document_len", "expert_imbalance"),
-    "capacity_factor",
-    *("input_rate", "sample_size", "lengths", "batching", "loss", "reference", "images", "image_tokens", "encoder_len"),
-)
-RUN_FLAGS = (
-    *("nodes", "tokens", "deadline", "gpu_hours", "price", "device_mtbf", "checkpoint_time", "restart_time", "pue"),
-)
 
 
 def whole_url(context: typer.Context, url: str | None) -> str | None:
@@ -47,19 +37,20 @@ def typed_options(context: typer.Context, names: Collection[str]) -> dict[str, A
 
 def problem_options(context: typer.Context) -> ProblemOptions:
     """Return the typed options of a problem besides model, cluster and sequence length."""
-    typed = typed_options(context, PROBLEM_FLAGS) | {"db": whole_url(context, context.params.get("url"))}
+    typed = typed_options(context, PROBLEM)
+    typed["db"] = whole_url(context, typed.pop("url", None))
     return cast("ProblemOptions", typed)
 
 
 def run_options(context: typer.Context) -> RunOptions:
     """Return the typed options of a run to plan for."""
-    typed = typed_options(context, RUN_FLAGS)
-    if context.params.get("objective"):
-        typed["objectives"] = context.params["objective"]
-    if context.params.get("max_nodes") is not None:
+    typed = typed_options(context, RUN)
+    if (objectives := typed.pop("objective", None)) is not None:
+        typed["objectives"] = objectives
+    if (max_nodes := typed.pop("max_nodes", None)) is not None:
         if "nodes" in typed:
             raise InputError("--nodes and --max-nodes set the same limit: leave one of them out")
-        typed["nodes"] = f"1:{context.params['max_nodes']}"
+        typed["nodes"] = f"1:{max_nodes}"
     return cast("RunOptions", typed)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.profiler.tasks import RankedTask
+from autoplan.report.terminal import print_table
 from autoplan.search.choice import pace
 from autoplan.search.measurement_value import MeasurementAdvice
 from autoplan.spec.search_result import RankedPlan
@@ -31,24 +31,18 @@ def print_advice(console: Console, advice: MeasurementAdvice, planned: Sequence[
         f"now {_sure(advice.probability)} certain that A is faster; expected after {len(planned)} measurements "
         f"(about {format_seconds(seconds)}): {_sure(advice.expected_probability)} certain of one of them\n"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("operations", "of", "based on"):
-        table.add_column(name)
-    for name in ("off by", "share A", "share B", "takes", "certainty"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for value in advice.groups:
-        group = value.group
-        table.add_row(
-            group.family,
-            group.setting,
-            group.provenance,
-            format_percent(group.spread),
-            format_percent(value.share),
-            format_percent(value.rival_share),
-            format_seconds(group.seconds),
+    columns = [(name, False) for name in ("operations", "of", "based on")]
+    columns += [(name, True) for name in ("off by", "share A", "share B", "takes", "certainty")]
+    rows = [
+        (
+            *(value.group.family, value.group.setting, value.group.provenance),
+            *(format_percent(share) for share in (value.group.spread, value.share, value.rival_share)),
+            format_seconds(value.group.seconds),
             _sure(value.probability),
         )
-    console.print(table)
+        for value in advice.groups
+    ]
+    print_table(console, columns, rows, keep=len(columns))
 
 
 def print_ranking(

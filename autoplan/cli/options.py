@@ -33,14 +33,13 @@ def whole_number(
     return typer.Option(flag, metavar=metavar, help=help_, parser=parse, show_default=show_default)
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="Preset (llama3-70b), name on the Hugging Face hub, config.json or folder, or TOML file.",
-        autocompletion=presets("models"),
-    ),
-]
+MODEL: Any = typer.Argument(
+    metavar="MODEL",
+    help="Preset (llama3-70b), name on the Hugging Face hub, config.json or folder, or TOML file.",
+    autocompletion=presets("models"),
+)
+ModelArgument = Annotated[str, MODEL]
+OptionalModelArgument = Annotated[str | None, MODEL]
 ClusterOption = Annotated[
     str,
     typer.Option(
@@ -95,6 +94,7 @@ AsOption = Annotated[
         "--as", metavar="TARGET", help="Format of a launch file, if it is ambiguous.", autocompletion=words(TARGETS)
     ),
 ]
+CommandOption = Annotated[bool, typer.Option("--command", help="Run PROGRAM, and read step times from its output.")]
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 QuietOption = Annotated[
     bool, typer.Option("--quiet", "-q", callback=hide_remarks, help="No progress bar and no warnings on stderr.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,8 +9,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoplan.base.errors import InputError, refuse
+from autoplan.base.files import encode
+from autoplan.base.units import format_seconds
 from autoplan.cli.inputs import check_output, check_untyped, is_typed, whole_url
-from autoplan.cli.options import DbOption, ForceOption, FrameworkOption, QuietOption, SeqLenOption, whole_number
+from autoplan.cli.options import (
+    DbOption,
+    ForceOption,
+    FrameworkOption,
+    OptionalModelArgument,
+    QuietOption,
+    SeqLenOption,
+    whole_number,
+)
+from autoplan.cli.remarks import print_warnings, print_written, say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,12 +39,6 @@ NOT_OF_HEALTH = (
 STATED_BY_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
 
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL", help="Preset (llama3-70b), name on the Hugging Face hub, config.json or folder, or TOML file."
-    ),
-]
 PlanFileOption = Annotated[
     Path | None,
     typer.Option(
@@ -112,7 +116,7 @@ WorkOption = Annotated[
 
 def profile(
     context: typer.Context,
-    model: ModelArgument = None,
+    model: OptionalModelArgument = None,
     plan_file: PlanFileOption = None,
     url: DbOption = None,
     budget: BudgetOption = "10m",
@@ -202,7 +206,6 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
     from autoplan.cli.health_answer import print_health, warnings_of
     from autoplan.cli.process import leave_on_sigterm
     from autoplan.cli.progress import progress_bar
-    from autoplan.cli.remarks import print_written
     from autoplan.report.terminal import make_console
 
     check_untyped(context, NOT_OF_HEALTH, "--health measures without a model", or_else="")
@@ -224,14 +227,10 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
     if health is None:
         return
     if params["json"]:
-        from autoplan.base.files import encode
-
         typer.echo(encode(health), nl=False)
     else:
         print_health(make_console(), health)
-    if not params["quiet"]:
-        for text in warnings_of(health):
-            _say(f"warning: {text}")
+    print_warnings(warnings_of(health), quiet=params["quiet"])
     if out is not None:
         print_written(out, quiet=params["quiet"], ending=", with slow parts as faults")
 
@@ -260,15 +259,16 @@ def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) ->
         image=params["image"],
         folder=Path(params["work"]),
     )
-    log = run_job(job) if params["quiet"] else run_job(job, show=_say)
+    log = run_job(job) if params["quiet"] else run_job(job, show=say)
     typer.echo(log, nl=False)
     advice = planned_profile(plan_file=plan_file, options=options).advice
     if advice is not None:
-        _say(f"now {100 * advice.probability:.0f} % certain that the fastest is {advice.best.plan.describe()}")
+        say(f"now {100 * advice.probability:.0f} % certain that the fastest is {advice.best.plan.describe()}")
 
 
 def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
     """Print the planned measurements, run them, and print the outcomes."""
+    from autoplan.api.profiling import progress_output
     from autoplan.cli.measurement_advice import print_advice, print_ranking
     from autoplan.report.terminal import make_console
 
@@ -279,7 +279,7 @@ def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
         _say_where(started)
     console, tasks = make_console(), started.tasks
     if json and not tasks:
-        _print_json(started.progress)
+        typer.echo(encode(progress_output(started.progress)), nl=False)
         return
     if started.advice is not None and not json:
         print_advice(console, started.advice, tasks)
@@ -287,15 +287,15 @@ def _lead(started: Profile, *, dry_run: bool, json: bool, quiet: bool) -> None:
             return
     progress = _measured(started, quiet=quiet)
     if json:
-        _print_json(progress)
+        typer.echo(encode(progress_output(progress)), nl=False)
     else:
         _print_outcomes(console, progress)
         if started.advice is not None and (settled := started.settled()):
             print_ranking(console, started.advice, *settled)
     if not quiet and not progress.num_left:
-        _say("next: autoplan search MODEL --timings db ..., which uses these times")
+        say("next: autoplan search MODEL --timings db ..., which uses these times")
     if progress.num_left:
-        _say(
+        say(
             f"the budget is spent: run the same command again for the remaining {progress.num_left} of {progress.total}"
         )
 
@@ -308,7 +308,7 @@ def _print_planned(planned: PlannedProfile, *, json: bool, quiet: bool) -> None:
     if not quiet:
         _say_where(planned)
     if json:
-        _print_planned_json(planned)
+        typer.echo(encode(planned.output()), nl=False)
         return
     console = make_console()
     if planned.advice is not None:
@@ -323,9 +323,8 @@ def _say_where(started: PlannedProfile) -> None:
     hello = started.hello
     ranks, nodes = len(hello.hosts), hello.num_nodes
     counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
-    _say(f"{hello.fingerprint.device}: {counts}")
-    for remark in started.remarks:
-        _say(f"warning: {remark}")
+    say(f"{hello.fingerprint.device}: {counts}")
+    print_warnings(started.remarks)
 
 
 def _measured(started: Profile, *, quiet: bool) -> Progress:
@@ -339,18 +338,14 @@ def _measured(started: Profile, *, quiet: bool) -> Progress:
             def advance(progress: Progress) -> None:
                 task, outcome = next(reversed(progress.outcomes.items()))
                 if outcome.status == "failed" and not quiet:
-                    _say(f"{task}: {outcome.reason}")
+                    say(f"{task}: {outcome.reason}")
                 if show:
                     show(min(progress.num_visits, num_visits * progress.total), str(task), progress.left_s)
 
             return started.measure(advance)
     except (KeyboardInterrupt, SystemExit) as left:
-        _say(f"interrupted: {_tally(started.progress)} stored; run the same command again for the rest")
+        say(f"interrupted: {_tally(started.progress)} stored; run the same command again for the rest")
         raise typer.Exit(left.code if isinstance(left, SystemExit) else 130) from None  # type: ignore[arg-type]
-
-
-def _say(text: str) -> None:
-    print(f"autoplan: {text}", file=sys.stderr)
 
 
 def _tally(progress: Progress) -> str:
@@ -359,7 +354,6 @@ def _tally(progress: Progress) -> str:
 
 def _print_plan(console: Console, started: PlannedProfile) -> None:
     """Print the planned measurements: one row per operation and kernel, in starting order."""
-    from autoplan.base.units import format_seconds
     from autoplan.report.terminal import print_part, print_table
 
     rows: dict[tuple[str, ...], list[RankedTask]] = {}
@@ -383,44 +377,6 @@ def _print_plan(console: Console, started: PlannedProfile) -> None:
         f"{len(started.tasks)} measurements in about {format_seconds(started.expected_s)} on a quiet machine; "
         f"the budget is {format_seconds(started.budget_s)}; {started.num_known} are already in the database",
     )
-
-
-def _print_planned_json(planned: PlannedProfile) -> None:
-    from autoplan.api.outputs import PlannedMeasurement, PlannedMeasurements
-    from autoplan.base.files import encode
-
-    advice = planned.advice
-    answer = PlannedMeasurements(
-        device=planned.hello.fingerprint.device,
-        ranks=len(planned.hello.hosts),
-        nodes=planned.hello.num_nodes,
-        expected_s=planned.expected_s,
-        budget_s=planned.budget_s,
-        known=planned.num_known,
-        sure=None if advice is None else advice.probability,
-        sure_after=None if advice is None else advice.expected_probability,
-        measurements=tuple(
-            PlannedMeasurement(
-                operation=ranked.task.operation,
-                shape=ranked.task.shape,
-                dtype=ranked.task.dtype,
-                kernel=ranked.task.kernel,
-                mode=ranked.task.mode,
-                expected_s=planned.num_visits * ranked.expected_s,
-            )
-            for ranked in planned.tasks
-        ),
-    )
-    typer.echo(encode(answer), nl=False)
-
-
-def _print_json(progress: Progress) -> None:
-    from autoplan.api.outputs import Profiled
-    from autoplan.base.files import encode
-
-    outcomes = {str(operation): dict(counts) for operation, counts in progress.counts().items()}
-    profiled = Profiled(planned=progress.total, outcomes=outcomes, elapsed_s=progress.elapsed_s, left=progress.num_left)
-    typer.echo(encode(profiled), nl=False)
 
 
 def _print_outcomes(console: Console, progress: Progress) -> None:

@@ -7,10 +7,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from autoplan.cli.remarks import say
+
 
 def say_how_to_watch(storage: str) -> None:
     """Print the command that shows a growing study."""
-    print(f"autoplan: watch it: optuna-dashboard {shlex.quote(storage)}", file=sys.stderr)
+    say(f"watch it: optuna-dashboard {shlex.quote(storage)}")
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def live_line(*, quiet: bool) -> Iterator[tuple[Callable[[str], None], Callable[
         yield (lambda line: None), (lambda line: None)
         return
     if not sys.stderr.isatty():
-        yield (lambda line: print(f"autoplan: {line}", file=sys.stderr, flush=True)), (lambda line: None)
+        yield say, (lambda line: None)
         return
     from rich.console import Console
     from rich.markup import escape

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +14,7 @@ from autoplan.base.files import write_text
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.cli.inputs import check_outputs, is_typed, whole_url
 from autoplan.cli.options import AsOption, DbOption, ForceOption, OptionalSeqLenOption, SetOption, whole_number
-from autoplan.cli.remarks import print_written
+from autoplan.cli.remarks import print_written, say
 from autoplan.frameworks.logs import is_log
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def read(
         traces = api.traces.read_traces(files, plan=plan, db=whole_url(context, url))
         if out is not None:
             write_text(out, traces.page(), force=force)
-            print_written(out, quiet=False)
+            print_written(out)
         _print_traces(traces, json=json)
         return
     if kind == "logs":
@@ -156,4 +155,4 @@ def _print_traces(result: TraceResult, *, json: bool) -> None:
         terms = [(term.what, term.predicted_s, term.measured_s) for term in result.terms]
         report.run_trace.print_compared(console, terms, result.predicted_step_s, result.step_s)
     for remark in result.remarks:
-        print(f"autoplan: {remark}", file=sys.stderr)
+        say(remark)

@@ -11,6 +11,11 @@ from pathlib import Path
 from autoplan.base.errors import AutoplanWarning, StoreWarning
 
 
+def say(text: str) -> None:
+    """Print a remark at once, also into a pipe."""
+    print(f"autoplan: {text}", file=sys.stderr, flush=True)
+
+
 @contextmanager
 def shown_warnings() -> Iterator[None]:
     """Print warnings of the library on stderr, one line each; other warnings are unchanged."""
@@ -19,7 +24,7 @@ def shown_warnings() -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], *place: object) -> None:
             if issubclass(category, AutoplanWarning):
-                print(f"autoplan: warning: {message}", file=sys.stderr)
+                say(f"warning: {message}")
             else:
                 show_others(message, category, *place)  # type: ignore[arg-type]
 
@@ -39,10 +44,10 @@ def hide_remarks(quiet: bool) -> bool:
 def print_warnings(texts: Iterable[str], *, quiet: bool = False) -> None:
     """Print the warnings of a result."""
     for text in () if quiet else texts:
-        print(f"autoplan: warning: {text}", file=sys.stderr)
+        say(f"warning: {text}")
 
 
-def print_written(path: Path, *, quiet: bool, ending: str = "") -> None:
+def print_written(path: Path, *, quiet: bool = False, ending: str = "") -> None:
     """Report that a file was written, and its use."""
     if not quiet:
         print(f"wrote {path}{ending}", file=sys.stderr)

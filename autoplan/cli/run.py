@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +12,8 @@ import autoplan
 from autoplan import api
 from autoplan.base.errors import InputError
 from autoplan.cli.inputs import check_output, whole_url
-from autoplan.cli.options import ForceOption, LogToOption, PlanArgument, QuietOption
+from autoplan.cli.options import CommandOption, ForceOption, LogToOption, PlanArgument, QuietOption
+from autoplan.cli.remarks import say
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 ProgramArgument = Annotated[
     list[str] | None, typer.Argument(metavar="PROGRAM ARG...", help="After --command --: the program to run instead.")
 ]
-CommandOption = Annotated[bool, typer.Option("--command", help="Run PROGRAM, and read step times from its output.")]
 StepsOption = Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps.")]
 WarmupOption = Annotated[int, typer.Option(metavar="N", min=0, help="Warm-up steps before them.")]
 DataOption = Annotated[
@@ -119,7 +118,7 @@ def run(
             db=whole_url(context, db),
             force=force,
             progress=show,
-            say=(lambda text: None) if quiet else (lambda text: print(f"autoplan: {text}", file=sys.stderr)),
+            say=(lambda text: None) if quiet else say,
             hand_over=hand_over,
         )
 
@@ -161,9 +160,8 @@ def _print_run(console: Console, run: RunFile) -> None:
     """Print the step first, then its parts, memory, and whether the plan matches the results of a single process."""
     from statistics import median
 
-    from rich.table import Table
-
     from autoplan.base.units import format_seconds, format_volume
+    from autoplan.report.terminal import print_table
 
     measured, predicted = run.measured, run.predicted
     step_s = median(measured.step_s)
@@ -180,17 +178,14 @@ def _print_run(console: Console, run: RunFile) -> None:
             ("forward and backward", predicted.step_s - optimizer_s, median(measured.passes_s)),
             ("optimizer", optimizer_s, median(measured.optimizer_s)),
         ]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for name in ("predicted", "measured", "off by"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name, expected, seconds in rows:
-        table.add_row(name, format_seconds(expected), format_seconds(seconds), _off(expected, seconds))
+    cells = [
+        (name, format_seconds(expected), format_seconds(seconds), _off(expected, seconds))
+        for name, expected, seconds in rows
+    ]
     if measured.peak_bytes:
-        peak = max(measured.peak_bytes)
-        expected = predicted.peak_bytes
-        table.add_row("memory, fullest rank", format_volume(expected), format_volume(peak), _off(expected, peak))
-    console.print(table)
+        peak, expected = max(measured.peak_bytes), predicted.peak_bytes
+        cells.append(("memory, fullest rank", format_volume(expected), format_volume(peak), _off(expected, peak)))
+    print_table(console, [("", False), ("predicted", True), ("measured", True), ("off by", True)], cells, keep=4)
     console.print(
         f"predicted for {predicted.device}, 90 % interval {format_seconds(predicted.low_s)} to "
         f"{format_seconds(predicted.high_s)}; measured: median of {_times(run)}, fastest "

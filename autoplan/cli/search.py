@@ -13,7 +13,7 @@ import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError, refuse
 from autoplan.base.urls import command_line
-from autoplan.cli.complete import presets, targets, words
+from autoplan.cli.complete import targets, words
 from autoplan.cli.files import write_page
 from autoplan.cli.flags import PROBLEM, RUN, shared_flags
 from autoplan.cli.inputs import check_outputs, is_typed, problem_options, run_options, typed_options, whole_url
@@ -24,6 +24,7 @@ from autoplan.cli.options import (
     ForbidOption,
     ForceOption,
     MaxOption,
+    OptionalModelArgument,
     OptionalSeqLenOption,
     PlanJsonOption,
     QuietOption,
@@ -47,14 +48,6 @@ SEARCH_FLAGS = (
 )
 
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="MODEL",
-        help="Preset (llama3-70b), name on the Hugging Face hub, config.json or folder, or TOML file.",
-        autocompletion=presets("models"),
-    ),
-]
 LaunchFileOption = Annotated[
     Path | None,
     typer.Option(
@@ -137,7 +130,7 @@ DetailsOption = Annotated[
 def search(
     context: typer.Context,
     cluster: ClusterOption,
-    model: ModelArgument = None,
+    model: OptionalModelArgument = None,
     launch_file: LaunchFileOption = None,
     variables: SetOption = None,
     target: AsOption = None,

@@ -13,6 +13,7 @@ from autoplan.base.files import encode_line, write_text
 from autoplan.cli.complete import clusters
 from autoplan.cli.inputs import check_outputs
 from autoplan.cli.options import ForceOption
+from autoplan.cli.remarks import print_written
 
 
 def topo(
@@ -49,4 +50,4 @@ def topo(
             print_traffic(make_console(), shown.traffic)
     if svg is not None:
         write_text(svg, shown.draw(), force=force)
-        typer.echo(f"wrote {svg}", err=True)
+        print_written(svg)

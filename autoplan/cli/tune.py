@@ -16,6 +16,7 @@ from autoplan.cli.complete import presets, targets
 from autoplan.cli.flags import PROBLEM, shared_flags
 from autoplan.cli.inputs import check_output, check_untyped, problem_options, typed_options, whole_url
 from autoplan.cli.options import (
+    CommandOption,
     FixOption,
     ForbidOption,
     ForceOption,
@@ -27,6 +28,7 @@ from autoplan.cli.options import (
     QuietOption,
     whole_number,
 )
+from autoplan.cli.remarks import print_written
 
 if TYPE_CHECKING:
     from autoplan.api.tuning import TuneResult
@@ -60,7 +62,6 @@ ProgramArgument = Annotated[
         help="After --command --: your training program; {plan} and {folder} are replaced by its file and folder.",
     ),
 ]
-CommandOption = Annotated[bool, typer.Option("--command", help="Run PROGRAM, and read step times from its output.")]
 FrameworkOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Framework preset or TOML file.", show_default="torch, the built-in trainer"),
@@ -206,8 +207,7 @@ def _hand_over(tuned: TuneResult, out: Path, *, force: bool, json: bool, quiet: 
 
         step = ("next", _again()) if tuned.is_interrupted else next_step(tuned.file, out)
         print_next_steps(make_console(), step)
-    if not quiet:
-        print(f"wrote {out}", file=sys.stderr)
+    print_written(out, quiet=quiet)
 
 
 def _again() -> str:

@@ -61,7 +61,7 @@ AOTRITON_BACKWARD_SHARE = 0.33
 FLASH_TILE = 128  # queries per thread block
 # Head widths with FlashAttention kernels; other heads use the next wider kernel, padded with zeros
 # (Dao-AILab/flash-attention v1.0.9, csrc/flash_attn/fmha_api.cpp; v2.8.3, csrc/flash_attn/src/static_switch.h).
-FLASH_HEAD_DIMS = {
+FLASH_HEAD_DIMS: dict[str, tuple[int, ...]] = {
     "flash1": (32, 64, 128),
     "flash2": (32, 64, 96, 128, 192, 256),
     "flash": (32, 64, 96, 128, 192, 256),
