@@ -116,6 +116,9 @@ def test_instants_are_those_of_counting_microseconds(spans: list[tuple[int, int,
         ("gloo:recv", "messages"),
         ("ncclKernel_AllGather_RING_LL_Sum_int8_t(ncclDevComm*, unsigned long, ncclWork*)", "collectives"),
         ("gloo:all_reduce", "collectives"),
+        ("void (anonymous namespace)::multimem_all_reduce_kernel<c10::BFloat16, 16>", "collectives"),
+        ("attn_fwd", "attention"),  # of Triton, on AMD
+        ("bmm_Bfloat16_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32", "gemm"),
         ("Memset (Device)", "copies"),
         ("void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl<lambda(float)>>", "kernels"),
         ("multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>", "optimizer"),
@@ -198,6 +201,22 @@ def test_more_events_than_memory_has_room_for_are_refused(tmp_path: Path, monkey
     monkeypatch.setattr(kineto, "MAX_BYTES", 5)
     with pytest.raises(InputError, match="more than 5 bytes"):
         read_trace(path)
+
+
+def test_a_trace_is_known_by_its_events_wherever_in_the_file_they_begin(tmp_path: Path) -> None:
+    """Other programs wrap it: public ones had 26 KB of their own before the events."""
+    path = tmp_path / "trace.json.gz"
+    packages = {str(number): "0123456789abcdef" for number in range(2000)}
+    path.write_bytes(gzip.compress(json.dumps({"packages": packages, "traceEvents": STEP}).encode()))
+    assert is_trace(path)
+    assert read_trace(path).step_s == pytest.approx(1e-3)
+
+
+def test_older_names_of_categories_are_known(tmp_path: Path) -> None:
+    older = {"kernel": "Kernel", "gpu_memcpy": "Memcpy", "cpu_op": "Operator"}
+    path = written(tmp_path / "old.json", [{**item, "cat": older.get(item["cat"], item["cat"])} for item in STEP])
+    today = read_trace(written(tmp_path / "new.json", STEP))
+    assert read_trace(path).seconds == today.seconds
 
 
 def test_a_pipe_is_no_trace(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.imports import kineto_records
+from autoplan.profiler.imports import kineto_shapes
 from autoplan.profiler.imports.kineto_records import read_trace_records
 from autoplan.profiler.record import Record
 
@@ -121,6 +121,16 @@ def test_times_that_spread_are_unstable(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("versions", "runtime"),
+    [({"hip_runtime_version": 60443483}, "rocm 6.4"), ({"cuda_runtime_version": 12080}, "cuda 12.8"), ({}, "")],
+)
+def test_the_runtime_is_that_of_the_devices_maker(tmp_path: Path, versions: Event, runtime: str) -> None:
+    events = product(1, [8, 8], [8, 16], 1, 2, **{"Sequence number": 1})
+    path = written(tmp_path / "trace.json", 0, events, **{"cuda_runtime_version": 0, **versions})
+    assert read_trace_records(path)[0].fingerprint.runtime == runtime
+
+
+@pytest.mark.parametrize(
     ("about", "expected"),
     [
         ({"Collective name": "_allgather_base", "Out msg nelems": 2000}, ("all_gather", 4000)),
@@ -142,7 +152,7 @@ def test_collectives_and_their_buffers(tmp_path: Path, about: Event, expected: t
 
 def test_causal_attention_is_read_where_torch_has_its_arguments(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    for name, places in kineto_records._ATTENTIONS.items():
+    for name, places in kineto_shapes._ATTENTIONS.items():
         schema = getattr(torch.ops.aten, name.removeprefix("aten::")).default._schema
         names = [argument.name for argument in schema.arguments]
         assert (names[places.query], names[places.is_causal]) == ("query", "is_causal")

@@ -180,7 +180,7 @@ def _timed(run: LoggedRun, terms_s: Mapping[str, float]) -> Iterator[ComparedTer
 def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, db: str | None = None) -> TraceResult:
     """Read traces of torch's profiler, one file per rank, compressed or not; or folders of them.
 
-    Exports of Nsight Systems to SQLite are read as well, with all devices that they traced.
+    Exports of Nsight Systems to SQLite and JSON of rocprofv3 are read as well, with all devices that they traced.
 
     `plan` is the plan file that ran: what was predicted of it, with its measured times or those of the database `db`,
     stands beside what the ranks did.
@@ -255,7 +255,7 @@ def _remarks(ranks: Sequence[RankTrace]) -> list[str]:
     if unmarked := [rank.file for rank in ranks if not rank.is_marked]:
         remarks.append(
             f"{unmarked[0]}{_and_more(unmarked)}: no steps are marked, so the whole trace counts as one: "
-            "call step() of the profiler"
+            "call step() of torch's profiler, or name ranges `step 1`, `step 2` for others"
         )
     covered = [(rank.step_s / rank.marked_step_s, rank.file) for rank in ranks if rank.is_marked and rank.marked_step_s]
     if apart := sorted((share for share in covered if abs(share[0] - 1) > APART), key=lambda share: -abs(share[0] - 1)):

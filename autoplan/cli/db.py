@@ -226,8 +226,8 @@ def import_(
         str,
         typer.Argument(
             metavar="FILE",
-            help="Exchange file, output of nccl-tests or rccl-tests (text or JSON), trace of torch's profiler or "
-            "folder with the traces of one run, or `aiconfigurator`.",
+            help="Exchange file, output of nccl-tests or rccl-tests (text or JSON), trace of torch's profiler, "
+            "folder with the traces or the NCCL Inspector logs of one run, or `aiconfigurator`.",
         ),
     ],
     url: DbOption = None,

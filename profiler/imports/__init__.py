@@ -1,4 +1,4 @@
-"""Import of existing timings: exchange files, logs of nccl-tests, traces of runs, tables of aiconfigurator."""
+"""Import of existing timings: exchange files, logs of nccl-tests and of runs, traces, aiconfigurator's tables."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ def read_source(
     from autoplan.profiler.imports.aiconfigurator import read_records
     from autoplan.profiler.imports.kineto import is_trace
     from autoplan.profiler.imports.kineto_records import read_trace_records
+    from autoplan.profiler.imports.nccl_inspector import is_log, read_inspector_records
     from autoplan.profiler.imports.nccl_tests import read_log
     from autoplan.profiler.imports.nsight import is_report
+    from autoplan.profiler.imports.rocprof import is_output
     from autoplan.profiler.store.exchange import is_exchange, read_exchange
 
     path = Path(source)
     if source == AICONFIGURATOR:
         return read_records(devices=[device] if device else None)
-    if is_report(path):
+    if is_report(path) or is_output(path):
         raise InputError(
-            f"{path}: an export of Nsight Systems has no kernel shapes: import a trace of torch's "
+            f"{path}: exports of Nsight Systems and rocprofv3 have no kernel shapes: import a trace of torch's "
             "profiler made with record_shapes=True; `autoplan read` shows what ran"
         )
-    if is_folder(path) or is_trace(path):
+    is_inspected = is_log(path)
+    if is_inspected or is_folder(path) or is_trace(path):
         if operation:
-            raise InputError(f"{path}: traces contain their operations: leave --operation out")
-        return iter(read_trace_records(path, device=device))
+            raise InputError(f"{path}: contains its operations: leave --operation out")
+        return iter((read_inspector_records if is_inspected else read_trace_records)(path, device=device))
     if not is_exchange(path):
         return iter(read_log(path, device=device, operation=operation))
     if device or operation:

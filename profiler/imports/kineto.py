@@ -29,7 +29,7 @@ MAX_OBJECTS = 2**25  # JSON objects: an event is two, and takes about 100 bytes 
 MAX_S = 1e11  # maximum of a time and of a length: about 3,000 years
 CHUNK_BYTES = 2**24
 MAGIC = b"\x1f\x8b"
-HEAD_BYTES = 4096
+HEAD_BYTES = 2**20  # other programs put 25 KB of their own before the events
 
 # Activities of a rank at an instant: the first one that runs counts, otherwise the rank is idle.
 Activity = Literal["gemm", "attention", "optimizer", "kernels", "collectives", "messages", "copies"]
@@ -39,14 +39,17 @@ COMMUNICATION: tuple[Activity, ...] = ("collectives", "messages")
 
 _NAMES: tuple[tuple[Activity, re.Pattern[str]], ...] = (
     ("messages", re.compile(r"^(n|r)ccl\w*(send_?recv|sendrecv)|^(gloo|nccl):(send|recv)", re.IGNORECASE)),
-    ("collectives", re.compile(r"^(n|r)ccl|^gloo:|nvshmem|deep_?ep|oneccl", re.IGNORECASE)),
+    (
+        "collectives",
+        re.compile(r"^(n|r)ccl|^gloo:|nvshmem|deep_?ep|oneccl|(multimem|one_shot|two_shot)_all_reduce", re.IGNORECASE),
+    ),
     ("copies", re.compile(r"^(memcpy|memset|dma|copydevicetodevice|copyhosttodevice|copydevicetohost)", re.IGNORECASE)),
-    ("attention", re.compile(r"flash|fmha|attention|sdpa|_attn", re.IGNORECASE)),
+    ("attention", re.compile(r"flash|fmha|attention|sdpa|_attn|\battn_", re.IGNORECASE)),
     ("optimizer", re.compile(r"multi_tensor_apply|adam|fused_?sgd|lamb(?!da)|_foreach_", re.IGNORECASE)),
     (
         "gemm",
         re.compile(
-            r"gemm|cutlass|xmma|nvjet|cijk|matmul|wgmma|hmma|tensile|splitk|gemv|dot_kernel"
+            r"gemm|cutlass|xmma|nvjet|cijk|matmul|wgmma|hmma|tensile|splitk|gemv|dot_kernel|\bbmm_"
             r"|aten::(addmm|mm|bmm|baddbmm|_scaled_mm|_grouped_mm)$|conv\w{0,40}(fprop|dgrad|wgrad)",
             re.IGNORECASE,
         ),
@@ -55,6 +58,8 @@ _NAMES: tuple[tuple[Activity, re.Pattern[str]], ...] = (
 NUM_MOMENTS = 200  # parts of a drawn step; in each part, the longest activity counts
 _STEP = re.compile(r"ProfilerStep\s*#(\d+)")
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+# Names of categories in older versions of Kineto.
+_OLDER = {"Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Operator": "cpu_op"}
 _OPTIMIZER = "Optimizer.step#"
 # Operators in which a thread waits for communication, which are no work that could hide it.
 _WAITING = ("_c10d_functional::wait_tensor", "c10d_functional::wait_tensor")
@@ -70,6 +75,9 @@ class Event(msgspec.Struct):
     ts: float | str = ""
     dur: float | str = 0.0
     tid: int | str | None = None
+
+
+AnyEvent = TypeVar("AnyEvent", bound=Event)
 
 
 class _Distributed(msgspec.Struct):
@@ -130,19 +138,22 @@ class Span:
 
 
 def is_trace(path: Path) -> bool:
-    """Return whether a file begins like the JSON of a trace, compressed or not; a pipe is not read."""
+    """Return whether a file begins like the JSON of a trace, compressed or not."""
+    return b'"traceEvents"' in json_head(path)
+
+
+def json_head(path: Path) -> bytes:
+    """Return the beginning of a JSON object, decompressed; blank if a file is none or cannot be read, or is a pipe."""
     if not is_file(path):
-        return False
+        return b""
     try:
         with path.open("rb") as stream:
             head = stream.read(HEAD_BYTES)
         if head.startswith(MAGIC):
-            head = zlib.decompressobj(31).decompress(head)
+            head = zlib.decompressobj(31).decompress(head, HEAD_BYTES)
     except (OSError, zlib.error):
-        return False
-    return head.lstrip()[:1] in (b"{", b"[") and any(
-        key in head for key in (b'"traceEvents"', b'"schemaVersion"', b'"deviceProperties"')
-    )
+        return b""
+    return head if head.lstrip()[:1] == b"{" else b""
 
 
 def trace_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -167,7 +178,7 @@ def read_trace(path: Path) -> RankTrace:
     Raises InputError if the file is no trace, or has no kernels or operators (in the marked steps).
     """
     trace = decoded(path, _Trace)
-    complete = [event for event in trace.traceEvents if event.ph == "X" and isinstance(event.name, str)]
+    complete = complete_events(trace.traceEvents)
     try:
         on_device = [_span(event) for event in complete if event.cat in DEVICE_CATEGORIES]
         marks = [mark for mark in _marks(complete, has_devices=bool(on_device)) if mark[0].end_s > mark[0].start_s]
@@ -188,8 +199,8 @@ def activity_of(name: str) -> Activity:
     return next((activity for activity, pattern in _NAMES if pattern.search(name)), "kernels")
 
 
-def decoded(path: Path, kind: type[DecodedTrace]) -> DecodedTrace:
-    """Return a trace decoded as `kind`, from a file possibly compressed with gzip."""
+def decoded(path: Path, kind: type[DecodedTrace], *, what: str = "trace of torch's profiler") -> DecodedTrace:
+    """Return a trace decoded as `kind`, from a file possibly compressed with gzip; `what` it should be."""
     try:
         with path.open("rb") as stream:
             is_packed = stream.read(2) == MAGIC
@@ -206,7 +217,16 @@ def decoded(path: Path, kind: type[DecodedTrace]) -> DecodedTrace:
     try:
         return msgspec.json.decode(content, type=kind, strict=False)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{path}: no trace of torch's profiler: {cleaned(str(error))}") from None
+        raise InputError(f"{path}: no {what}: {cleaned(str(error))}") from None
+
+
+def complete_events(events: Iterable[AnyEvent]) -> list[AnyEvent]:
+    """Return events that have a name and a length, with today's names of their categories."""
+    complete = [event for event in events if event.ph == "X" and isinstance(event.name, str)]
+    for event in complete:
+        if isinstance(event.cat, str):
+            event.cat = _OLDER.get(event.cat, event.cat)
+    return complete
 
 
 def _span(event: Event) -> Span:

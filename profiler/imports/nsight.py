@@ -26,7 +26,7 @@ NAMES, KERNELS, RANGES = "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS
 _COPIES = {"CUPTI_ACTIVITY_KIND_MEMCPY": "Memcpy", "CUPTI_ACTIVITY_KIND_MEMSET": "Memset"}
 _PROCESS_BIT = 2**24
 # Ranges that mark a step: the names in torch's profiler, and common names of users.
-_STEP = re.compile(r"(ProfilerStep|((train|training)[ _])?(step|iter|iteration|batch))\s*[#:_ ]?\s*\d+$", re.IGNORECASE)
+STEP = re.compile(r"(ProfilerStep|((train|training)[ _])?(step|iter|iteration|batch))\s*[#:_ ]?\s*\d+$", re.IGNORECASE)
 
 
 def is_report(path: Path) -> bool:
@@ -117,7 +117,7 @@ def _marks(database: sqlite3.Connection) -> dict[int, list[Span]]:
     marks: dict[int, list[Span]] = defaultdict(list)
     query = f'SELECT start, "end", globalTid, COALESCE({", ".join([*names, "NULL"])}) FROM {RANGES} AS of'
     for start_ns, end_ns, serialised, text in _whole(database, query):
-        if isinstance(text, str) and _STEP.match(text.strip()):
+        if isinstance(text, str) and STEP.match(text.strip()):
             mark = _span(start_ns, end_ns, text.strip())
             if mark.end_s > mark.start_s:
                 marks[_process(serialised)].append(mark)
