@@ -24,7 +24,7 @@ from autoplan.search.layouts import chunk_counts
 from autoplan.search.limits import COUNTS, Limits, divisors
 from autoplan.search.mixed_pipeline_bounds import ROUNDING, PipelineBounds, Ways
 from autoplan.search.space import Cell, Space
-from autoplan.search.structures import Pipelines, Structure, pipelines
+from autoplan.search.structures import Equal, Pipelines, Structure, pipelines
 from autoplan.spec.axes import MAX_DEGREE, SEARCHED
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
@@ -73,7 +73,7 @@ class MixedSpace:
     problem: MixedProblem
     spaces: tuple[Space, ...]  # of every part alone
     global_batch: int
-    has_one_tp: bool  # the same tensor-parallel degree on all stages
+    equal: Equal
     most_z: float  # how near to its memory capacity a device may be (`CostEstimates.oom_z`)
     _limits: dict[tuple[int, ...], Limits] = field(init=False, default_factory=dict, repr=False)
 
@@ -108,7 +108,7 @@ class MixedSpace:
         by_shape: dict[tuple[int, int], list[tuple[Pipelines, Cell]]] = defaultdict(list)
         for cp in filter(lambda cp: limits.admits("cp", cp), divisors(problem.training.seq_len)):
             for way in pipelines(problem, parts, self.global_batch, degrees, cp):
-                if not limits.admits("pp", len(way.places)) or (self.has_one_tp and not way.has_one_tp):
+                if not limits.admits("pp", len(way.places)) or (self.equal.tp and not way.has_one_tp):
                     continue
                 tp = way.places[0][1]
                 for ep, etp in first.expert_degrees(tp, way.count * cp * tp, 1):
@@ -166,6 +166,8 @@ class MixedSpace:
         whole = MAX_DEGREE if self.problem.model.moe else 1
         etp = min((plan.etp for plan in plans if plan.etp < plan.tp), default=whole)
         forms, micro_batches = zip(*candidate.form, strict=True)
+        if self.equal.replicas:
+            forms = tuple(replace(form, vp=forms[0].vp) for form in forms)
         common = replace(plans[0], sp=self.spaces[0].limits.sequence_parallel, etp=etp)
         return Structure(kinds=forms, micro_batches=micro_batches, common=common)
 
@@ -179,9 +181,14 @@ class MixedSpace:
                 rows = np.flatnonzero(kinds.pp == pp)
                 plans = _with_chunks(kinds.take(rows), vp)
                 rounds = -(-plans.num_microbatches // pp) * pp if vp > 1 else plans.num_microbatches
-                layouts = (even_chunks(self.problem.model.num_layers, pp * vp),)
+                layouts = (self.first_layers(pp * vp),)
                 plans = replace(plans, global_batch=rounds * plans.micro_batch * plans.dp, layouts=layouts)
                 yield rows[legal(space.rules, space.workload, plans)], vp
+
+    def first_layers(self, chunks: int) -> tuple[int, ...]:
+        """Return the layers of every chunk before they are shared out; a framework may have no others."""
+        split, model = self.spaces[0].limits.split, self.problem.model
+        return split(model, chunks) if split else even_chunks(model.num_layers, chunks)
 
     def admits(self, plans: Sequence[MixedPlan]) -> Bools:
         """Return which plans obey the limits and their framework's rules, stage by stage."""

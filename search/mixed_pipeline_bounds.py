@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from autoplan.search.mixed_bounds import MixedSpace
 
 BISECTIONS = 12
+PATH_ROUNDS = 2  # in which paths limit layers, and layers lengthen paths
 WIDEST = 4.0  # times the work with equal stages; longer steps are not considered
 ROUNDING = 1e-6  # of a layer
 MIN_FACTOR = 1e-9
@@ -116,18 +117,22 @@ class PipelineBounds(Rows):
 
         The path of a stage (`one_forward_one_backward_s`) is its own work, all work before it, and the work after it
         that its warm-up and cool-down do not cover.  With c covered passes the uncovered work is at least the work
-        after it minus c times the shorter of the stage's two passes.  The work of all stages for one micro-batch is
-        smallest if the fast stages have as many layers as possible.
+        after it minus c times the shorter of the stage's two passes; on the first stage, if there are enough
+        micro-batches for its warm-up, twice the work after it minus c times both passes.  The work of all stages for
+        one micro-batch is smallest if the fast stages have as many layers as possible, which their paths limit again.
         """
         sends_s, pp = self.sends_s(m), self.hop_s.shape[1]
         warmup = np.arange(pp)[::-1]
         covering = np.minimum(m[:, None] - 1, warmup)
-        factor = m[:, None] - (1.0 + covering * np.minimum(self.forward_share, 0.5)) / self.chunks[:, None]
-        factor = np.maximum(factor, MIN_FACTOR)
+        chunks = self.chunks[:, None]
+        factor = np.maximum(m[:, None] - (1.0 + covering * np.minimum(self.forward_share, 0.5)) / chunks, MIN_FACTOR)
         order = np.argsort(self.leanest_s, axis=1, kind="stable")
         head_s = np.where(warmup == 0, self.head_s[:, None], 0.0)
-        head_s, leanest_s, most_layers, factor = (
-            np.take_along_axis(values, order, axis=1) for values in (head_s, self.leanest_s, self.most_layers, factor)
+        twice = m[:, None] - (2.0 + covering) / chunks
+        twice = np.where((warmup == pp - 1) & (covering == warmup) & (twice > 0), twice, 0.0)
+        head_s, leanest_s, most_layers, factor, twice = (
+            np.take_along_axis(values, order, axis=1)
+            for values in (head_s, self.leanest_s, self.most_layers, factor, twice)
         )
 
         def layers_within(free_s: Floats) -> Floats:
@@ -137,12 +142,15 @@ class PipelineBounds(Rows):
         high = WIDEST * (low + m * self.head_s) + sends_s
         for _ in range(BISECTIONS):
             middle = np.sqrt(low * high)
-            work_s = middle - sends_s
-            placed = np.cumsum(layers_within((work_s / m)[:, None]), axis=1)
-            fastest = np.diff(np.minimum(placed, self.num_layers), axis=1, prepend=0.0)
-            once_s = ((fastest * leanest_s).sum(axis=1) + self.head_s) / self.chunks
-            layers = layers_within((work_s - once_s)[:, None] / factor)
-            enough = (placed[:, -1] >= self.num_layers) & (layers.sum(axis=1) >= self.num_layers)
+            work_s = (middle - sends_s)[:, None]
+            layers = layers_within(work_s / m[:, None])
+            for _ in range(PATH_ROUNDS):
+                fastest = np.diff(np.minimum(np.cumsum(layers, axis=1), self.num_layers), axis=1, prepend=0.0)
+                once_s = ((fastest * leanest_s).sum(axis=1, keepdims=True) + self.head_s[:, None]) / chunks
+                free_s = (work_s - once_s) / factor
+                of_first_s = np.divide(work_s - 2 * once_s, twice, out=np.full_like(free_s, np.inf), where=twice > 0)
+                layers = np.minimum(layers, layers_within(np.minimum(free_s, of_first_s)))
+            enough = layers.sum(axis=1) >= self.num_layers
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
         return low
 

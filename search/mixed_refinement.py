@@ -16,7 +16,7 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.pipeline.closed_forms import pipeline_s
 from autoplan.frameworks.registry import book_of
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
-from autoplan.search.structures import StageKind, Structure
+from autoplan.search.structures import NOTHING_EQUAL, Equal, StageKind, Structure
 from autoplan.spec.axes import SEARCHED
 from autoplan.spec.enums import Sharding
 from autoplan.spec.estimate import RISKY_Z
@@ -79,9 +79,15 @@ class Refiner:
     num_priced: int
 
     def __init__(
-        self, problem: MixedProblem, global_batch: int, accepts: Accepts = accept_all, most_z: float = RISKY_Z
+        self,
+        problem: MixedProblem,
+        global_batch: int,
+        accepts: Accepts = accept_all,
+        most_z: float = RISKY_Z,
+        equal: Equal = NOTHING_EQUAL,
     ) -> None:
         self.problem, self.global_batch, self.accepts, self.most_z = problem, global_batch, accepts, most_z
+        self.equal = equal
         self.num_priced = 0
         self._cut = book_of(problem.framework).split
         # Cached by the work and memory of stages, as structures often differ only in their states.
@@ -133,7 +139,7 @@ class Refiner:
     def _first_plan(self, structure: Structure) -> MixedPlan | None:
         """Draft even layers, and micro-batches by number of devices, which need not add up to the batch yet."""
         layers = [self._first_layers(len(kind.places)) for kind in structure.kinds]
-        if structure.common.sharding in _IN_STEP:
+        if self._is_in_step(structure):
             return self._plan(structure, layers, split, None) if (split := self._in_step(structure)) else None
         devices = [sum(tp for _, tp in kind.places) for kind in structure.kinds]
         total = sum(kind.count * size for kind, size in zip(structure.kinds, devices, strict=True))
@@ -196,7 +202,7 @@ class Refiner:
         stages = [stage for price in prices for stage in price.stages]
         work = tuple((stage.layers, stage.layer_s, stage.forward_s, stage.backward_s, stage.send_s) for stage in stages)
         structure, most = draft.structure, tuple(most_layers.tobytes() for most_layers in draft.most_layers)
-        key = structure.kinds, structure.micro_batches, structure.common.sharding in _IN_STEP, most, work
+        key = structure.kinds, structure.micro_batches, self._is_in_step(structure), most, work
         if key not in self._shared_out:
             self._shared_out[key] = self._share_out(draft, prices)
         if (shared_out := self._shared_out[key]) is None:
@@ -208,15 +214,21 @@ class Refiner:
         self, draft: _Draft, prices: Sequence[MixedKindCost]
     ) -> tuple[list[tuple[int, ...]], tuple[int, ...]] | None:
         """Return layers and total micro-batches of every kind; None if they do not add up."""
-        layers, passes = [], []
-        for most_layers, price in zip(draft.most_layers, prices, strict=True):
-            layer_s = np.array([stage.layer_s for stage in price.stages])[:, self._kind_of_layer]
-            extra_s, before = self._beside_layers(price, layer_s)
-            cut = min_max_layers(layer_s, extra_s, most_layers)
-            if cut is None:
-                return None
+        times = [np.array([stage.layer_s for stage in price.stages])[:, self._kind_of_layer] for price in prices]
+        beside = [self._beside_layers(price, layer_s) for price, layer_s in zip(prices, times, strict=True)]
+        if self.equal.replicas and len(prices) > 1:  # the slowest replica decides
+            slowest = np.max(times, axis=0), np.max([extra_s for extra_s, _ in beside], axis=0)
+            cuts = [min_max_layers(*slowest, np.min(draft.most_layers, axis=0))] * len(prices)
+        else:
+            cuts = [
+                min_max_layers(layer_s, extra_s, most_layers)
+                for layer_s, (extra_s, _), most_layers in zip(times, beside, draft.most_layers, strict=True)
+            ]
+        layers, passes = [cut for cut in cuts if cut is not None], []
+        if len(layers) < len(cuts):
+            return None
+        for layer_s, (extra_s, before), cut in zip(times, beside, layers, strict=True):
             after = extra_s + _layers_s(layer_s, cut)
-            layers.append(cut)
             passes.append(before * after / before.sum(axis=0))
         split = self._split(draft.structure, passes, prices)
         return (layers, split) if split else None
@@ -225,7 +237,7 @@ class Refiner:
         self, structure: Structure, passes: Sequence[Floats], prices: Sequence[MixedKindCost]
     ) -> tuple[int, ...] | None:
         """Return the total rounds of micro-batches of every kind over all its replicas."""
-        if structure.common.sharding in _IN_STEP:
+        if self._is_in_step(structure):
             return self._in_step(structure)
         sizes = [micro * kind.round for micro, kind in zip(structure.micro_batches, structure.kinds, strict=True)]
         if len(structure.kinds) == 1:
@@ -242,10 +254,15 @@ class Refiner:
             tables.append(np.maximum.accumulate(makespan + exposed))
         return split_microbatches(tables, counts, sizes, self.global_batch)
 
+    def _is_in_step(self, structure: Structure) -> bool:
+        """Return whether all replicas have equal numbers of micro-batches."""
+        return structure.common.sharding in _IN_STEP or (self.equal.batches and len(structure.kinds) > 1)
+
     def _in_step(self, structure: Structure) -> tuple[int, ...] | None:
-        """Return equal micro-batches for all replicas, which have single stages, if they add up to the batch."""
+        """Return equal rounds of micro-batches for all replicas if they add up to the batch."""
         counts = [kind.count for kind in structure.kinds]
-        together = sum(count * size for count, size in zip(counts, structure.micro_batches, strict=True))
+        sizes = (size * kind.round for size, kind in zip(structure.micro_batches, structure.kinds, strict=True))
+        together = sum(count * size for count, size in zip(counts, sizes, strict=True))
         num_microbatches, remainder = divmod(self.global_batch, together)
         return tuple(num_microbatches * count for count in counts) if num_microbatches and not remainder else None
 
@@ -292,11 +309,17 @@ def _layers_s(layer_s: Floats, layers: Sequence[int]) -> Floats:
     return np.array([layer_s[at, ends[at] : ends[at + 1]].sum() for at in range(len(layers))])
 
 
-def order_of(most_z: float, cost: MixedCost) -> tuple[float, float, int, int, str]:
+def num_parts_of(plan: MixedPlan) -> tuple[int, int]:
+    """Return what a colleague has to understand of a plan: kinds of replicas, and options with contexts and degrees."""
+    options = sum(getattr(plan.common, axis.name) != axis.default for axis in SEARCHED)
+    stages = [stage for kind in plan.kinds for stage in kind.stages]
+    is_deep = any(kind.vp > 1 for kind in plan.kinds)
+    return len(plan.kinds), options + (plan.common.cp > 1) + is_deep + len({stage.tp for stage in stages}) - 1
+
+
+def order_of(most_z: float, cost: MixedCost) -> tuple[float, float, tuple[int, int], str]:
     """Sort key: plans that fit by their rate, then the others by their distance from fitting.
 
-    Among equals, plans with fewer kinds of replicas and fewer options come first.
+    Among equals, simpler plans come first.
     """
-    common = cost.plan.common
-    options = sum(getattr(common, axis.name) != axis.default for axis in SEARCHED)
-    return max(cost.oom_z - most_z, 0.0), -cost.sequences_per_s, len(cost.plan.kinds), options, repr(cost.plan)
+    return max(cost.oom_z - most_z, 0.0), -cost.sequences_per_s, num_parts_of(cost.plan), repr(cost.plan)

@@ -16,13 +16,23 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.base.errors import InputError
+from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.mixed.estimate import estimate_mixed
+from autoplan.cost.spreads import NORMAL_90
 from autoplan.cost.step import straggler_share
+from autoplan.search.choice import normal_z
 from autoplan.search.mixed_bounds import Candidate, MixedSpace
 from autoplan.search.mixed_pipeline_bounds import BISECTIONS, ROUNDING, Ways
-from autoplan.search.mixed_refinement import Accepts, RefinedStructure, Refiner, accept_all, order_of
+from autoplan.search.mixed_refinement import (
+    Accepts,
+    RefinedStructure,
+    Refiner,
+    accept_all,
+    num_parts_of,
+    order_of,
+)
 from autoplan.search.space import Space
-from autoplan.search.structures import MAX_STAGES, MIN_USED, Structure, groupings
+from autoplan.search.structures import MAX_STAGES, MIN_USED, NOTHING_EQUAL, Equal, Structure, groupings
 from autoplan.search.study import search
 from autoplan.spec.axes import COLUMNS, USUAL_SCHEDULES
 from autoplan.spec.estimate import OOM_Z, RISKY_Z
@@ -63,41 +73,65 @@ def search_mixed(
     problem: MixedProblem,
     global_batch: int,
     space_of: Callable[[Problem], Space],
-    accepts: Accepts | None = None,
+    accepts: Accepts = accept_all,
+    equal: Equal = NOTHING_EQUAL,
     *,
-    has_one_tp: bool = False,
+    margin: float = 0.0,
 ) -> MixedResult:
     """Find the best plans, and a bound on how much faster any other plan may be.
 
     Plans that fit are ranked; if there are none, plans that may run out of memory, as on equal nodes.  `space_of`
-    returns the plans of a single part; `accepts` says which plans the framework can start, with `has_one_tp` of those
-    with one tensor-parallel degree on all stages.
+    returns the plans of a single part; `accepts` says which plans the framework can start, of those with `equal` parts.
+    The simplest plan that is slower than the fastest by at most `margin`, a share, comes first.
     """
     alone = [problem.alone(part) for part in range(len(problem.cluster.parts))]
     spaces = tuple(_priced(space_of(own)) for own in alone)
     results_alone = [
-        search(own, plans, margin=0.0) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)
+        search(own, plans, margin=margin) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)
     ]
     for most_z in (RISKY_Z, OOM_Z):
-        space = MixedSpace(
-            problem=problem,
-            spaces=spaces,
-            global_batch=global_batch,
-            has_one_tp=has_one_tp,
-            most_z=most_z,
-        )
-        if (result := _searched(space, results_alone, accepts)).ranked:
+        space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=equal, most_z=most_z)
+        if (result := _searched(space, results_alone, accepts, margin)).ranked:
             break
     return result
 
 
-def _searched(space: MixedSpace, results_alone: Sequence[SearchResult | None], accepts: Accepts | None) -> MixedResult:
+def best_of(results: Sequence[MixedResult]) -> MixedResult:
+    """Join searches with different batches: plans with the highest rates first, and what all bounds leave open."""
+    if len(results) == 1:
+        return results[0]
+    plans = sorted(itertools.chain(*(result.ranked for result in results)), key=lambda cost: -cost.sequences_per_s)
+    if not plans:
+        return results[0]
+    certificates = [result.certificate for result in results]
+    most = max(result.ranked[0].sequences_per_s / (1 - result.certificate.gap) for result in results if result.ranked)
+    certificate = replace(
+        certificates[0],
+        structures=sum(certificate.structures for certificate in certificates),
+        plans=sum(certificate.plans for certificate in certificates),
+        rates_alone=tuple(map(max, zip(*(certificate.rates_alone for certificate in certificates), strict=True))),
+        gap=1 - plans[0].sequences_per_s / most,
+    )
+    return MixedResult(ranked=tuple(plans[:KEPT_PLANS]), closest=None, certificate=certificate)
+
+
+def robust_order(result: MixedResult, quantile: float) -> MixedResult:
+    """Return the plans in the order of this quantile of their time for a sequence; the gap is that of the time."""
+    z = normal_z(quantile) / NORMAL_90
+    ranked = sorted(result.ranked, key=lambda cost: (cost.high_s / cost.step_s) ** z / cost.sequences_per_s)
+    slower = result.ranked[0].sequences_per_s / ranked[0].sequences_per_s
+    certificate = replace(result.certificate, gap=1 - (1 - result.certificate.gap) / slower)
+    return replace(result, ranked=tuple(ranked), certificate=certificate)
+
+
+def _searched(
+    space: MixedSpace, results_alone: Sequence[SearchResult | None], accepts: Accepts, margin: float
+) -> MixedResult:
     """Return the best plans that are as safe as the space asks for."""
     problem, global_batch, most_z = space.problem, space.global_batch, space.most_z
 
     def is_answer(plans: Sequence[MixedPlan]) -> list[bool]:
-        started = (accepts or accept_all)(plans)
-        return [ok and lawful for ok, lawful in zip(started, space.admits(plans), strict=True)]
+        return [ok and lawful for ok, lawful in zip(accepts(plans), space.admits(plans), strict=True)]
 
     costs, rates, bounds = [], [], []
     for part, result in enumerate(results_alone):
@@ -111,25 +145,28 @@ def _searched(space: MixedSpace, results_alone: Sequence[SearchResult | None], a
         priced = zip(estimate_mixed(problem, written), is_answer(written), strict=True)
         costs += [cost for cost, is_lawful in priced if is_lawful]
 
-    refiner, candidates = Refiner(problem, global_batch, is_answer, most_z), candidates_of(space)
+    refiner = Refiner(problem, global_batch, is_answer, most_z, space.equal)
+    candidates = candidates_of(space)
     refined = _refined(
         space, refiner, candidates, min((cost.step_s for cost in costs if cost.oom_z <= most_z), default=np.inf)
     )
     costs = sorted((*costs, *(candidate.cost for candidate in refined)), key=partial(order_of, most_z))
+    fitting = [cost for cost in costs if cost.oom_z <= most_z]
+    near = [cost for cost in fitting if cost.step_s <= (1 + margin) * fitting[0].step_s]
     best: dict[object, MixedCost] = {}  # by distribution of layers and micro-batches
-    for cost in costs:
-        if cost.oom_z <= most_z:
-            best.setdefault(cost.plan.kinds, cost)
+    for cost in (*sorted(near, key=lambda cost: num_parts_of(cost.plan))[:1], *fitting):
+        best.setdefault(cost.plan.kinds, cost)
     ranked = tuple(best.values())[:KEPT_PLANS]
     best_s = ranked[0].step_s if ranked else np.inf
     faster = [candidate for of_parts in candidates.values() for candidate in of_parts if candidate.least_s < best_s]
     bounds.append(fastest_s(space, faster, best_s))
+    waits_s = global_batch * slowest_input(problem.training, problem.cluster.num_nodes)[0]
     certificate = MixedCertificate(
         structures=sum(map(len, candidates.values())),
         plans=refiner.num_priced + sum(result.certificate.priced for result in results_alone if result),
         rates_alone=tuple(rates),
-        gap=max(1 - min(bounds) / best_s, 0.0) if ranked else 1.0,
-        limits=(*LIMITS, *((STARTED,) if accepts else ()), *space.describe()),
+        gap=max(1 - max(min(bounds), waits_s) / best_s, 0.0) if ranked else 1.0,
+        limits=(*LIMITS, *((STARTED,) if space.equal.replicas else ()), *space.describe()),
     )
     return MixedResult(ranked=ranked, closest=costs[0] if costs and not ranked else None, certificate=certificate)
 
@@ -180,7 +217,9 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
         kinds = ways.kinds
         # Experts are whole or split like other matrices, which is the same if these are whole.
         split = np.where(kinds.tp == 1, -1, kinds.etp > 1)
-        axes = np.stack([*(getattr(kinds, name) for name in _SHARED), split], axis=1)
+        of_replicas = [kinds.pp, kinds.vp > 1, kinds.micro_batch] if space.equal.replicas else []
+        of_replicas += [kinds.tp] if space.equal.tp else []
+        axes = np.stack([*(getattr(kinds, name) for name in _SHARED), *of_replicas, split], axis=1)
         order = np.lexsort([-ways.most_rate, -_done(ways, about_s, slice(None), ways.most_rate)])
         for at in order[ways.most_rate[order] > 0].tolist():
             *key, split_at = axes[at].tolist()
@@ -195,22 +234,33 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
         choices = (itertools.islice(table[key].values(), max_choices) for table in tables)
         picks = np.array(list(itertools.product(*choices)))
         rates = [ways.most_rate[rows] for ways, rows in zip(groups, picks.T, strict=True)]
-        least_s = _joint_s(space.global_batch, groups, picks, rates, overhead_s)
+        least_s = _joint_s(space, groups, picks, rates, overhead_s)
         for time_s, rows in zip(least_s.tolist(), picks.tolist(), strict=True):
-            yield Candidate(time_s, tuple(groups), tuple(rows))
+            if time_s < np.inf:
+                yield Candidate(time_s, tuple(groups), tuple(rows))
 
 
 def _joint_s(
-    global_batch: int, groups: Sequence[Ways], picks: Ints, rates: Sequence[Floats], end_s: Floats | float
+    space: MixedSpace, groups: Sequence[Ways], picks: Ints, rates: Sequence[Floats], end_s: Floats | float
 ) -> Floats:
-    """Time of groups with these ways and rates for the batch, with equal whole micro-batches within a group."""
-    chosen = list(zip(groups, picks.T, rates, strict=True))
-    low = global_batch / add_up(rates)
-    high = 2.0 * low
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        enough = add_up(_done(ways, middle, rows, rate) for ways, rows, rate in chosen) >= global_batch
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    """Time of groups with these ways and rates for the batch, with equal whole micro-batches within a group.
+
+    Infinite where all replicas need equal numbers of micro-batches, which do not add up to the batch.
+    """
+    chosen, global_batch = list(zip(groups, picks.T, rates, strict=True)), space.global_batch
+    if space.equal.batches:
+        sizes = [_round(ways, rows) for ways, rows, _ in chosen]
+        number = global_batch / add_up(sizes)
+        rows = np.flatnonzero((number % 1 == 0) & np.all([rate > 0 for rate in rates], axis=0))
+        low, times_s = np.full(len(picks), np.inf), zip(sizes, rates, strict=True)
+        low[rows] = np.max([number[rows] * size[rows] / rate[rows] for size, rate in times_s], axis=0)
+    else:
+        low = global_batch / add_up(rates)
+        high = 2.0 * low
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            enough = add_up(_done(ways, middle, rows, rate) for ways, rows, rate in chosen) >= global_batch
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     num_devices = np.sum([ways.num_devices[rows] for ways, rows, _ in chosen], axis=0)
     return np.asarray((1.0 + straggler_share(num_devices)) * (end_s + low))
 
@@ -235,16 +285,21 @@ def fastest_s(space: MixedSpace, candidates: Sequence[Candidate], within_s: floa
         for at, ways in enumerate(chosen):
             own = space.rates(ways, num_replicas, within_s)
             own_rates = [*rates[:at], own.most, *rates[at + 1 :]]
-            times_s.append(float(_joint_s(space.global_batch, groups, picks, own_rates, own.end_s).min()))
+            times_s.append(float(_joint_s(space, groups, picks, own_rates, own.end_s).min()))
     return min(times_s, default=np.inf)
 
 
 def _done(ways: Ways, time_s: Floats | float, rows: Ints | slice, rate: Floats) -> Floats:
     """Sequences that a group completes in a time at a rate, with equal whole micro-batches per replica."""
+    size = _round(ways, rows)
+    return np.asarray(size * np.floor(time_s * rate / size + ROUNDING), dtype=np.float64)
+
+
+def _round(ways: Ways, rows: Ints | slice) -> Floats:
+    """Sequences of one more micro-batch, or round of them, in all replicas of a group."""
     kinds = ways.kinds
     rounds = np.where(kinds.vp[rows] > 1, kinds.pp[rows], 1)
-    size = kinds.dp_shard[rows] * kinds.micro_batch[rows] * rounds
-    return np.asarray(size * np.floor(time_s * rate / size + ROUNDING), dtype=np.float64)
+    return np.asarray(kinds.dp_shard[rows] * kinds.micro_batch[rows] * rounds, dtype=np.float64)
 
 
 def _refined(
@@ -301,9 +356,13 @@ def _other_axes(space: MixedSpace, forms: dict[object, list[Candidate]], structu
 
 
 def _other_chunks(space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure) -> Iterator[Structure]:
-    """Yield the structure with other numbers of virtual stages in one of its kinds."""
+    """Yield the structure with other numbers of virtual stages in one of its kinds, or all where these are equal."""
     for at, kind in enumerate(structure.kinds):
         for vp in space.chunks(sorted({part for part, _ in kind.places}), len(kind.places)):
-            kinds = (*structure.kinds[:at], replace(kind, vp=vp), *structure.kinds[at + 1 :])
-            if vp != kind.vp:
+            if vp == kind.vp:
+                continue
+            if space.equal.replicas:
+                yield replace(structure, kinds=tuple(replace(other, vp=vp) for other in structure.kinds))
+            else:
+                kinds = (*structure.kinds[:at], replace(kind, vp=vp), *structure.kinds[at + 1 :])
                 yield replace(structure, kinds=kinds)

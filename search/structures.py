@@ -17,6 +17,18 @@ StageKind = tuple[int, int]  # part and tensor-parallel degree of a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Equal:
+    """What a framework needs to be equal in a plan to start it."""
+
+    tp: bool = False  # the tensor-parallel degree of all stages
+    replicas: bool = False  # the layers, virtual stages and micro-batch sizes of all replicas
+    batches: bool = False  # their numbers of micro-batches too
+
+
+NOTHING_EQUAL = Equal()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Pipelines:
     """`count` replicas with their stages, before layers and micro-batches are shared out."""
 

@@ -15,7 +15,7 @@ from autoplan.spec.plan_file import MixedPlanFile
 from commands import run
 from model_specs import LLAMA_CONFIG
 
-MIXED = ("--cluster", "h100-sxm:1x4+a100-sxm:1x2", "--global-batch", "16", "--seq-len", "4096")
+MIXED = ("--cluster", "h100-sxm:1x4+a100-sxm:1x4", "--global-batch", "16", "--seq-len", "4096")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_mixed_search_shows_stages_on_their_parts_and_how_sure_it_is(searched: Path) -> None:
-    shown = (searched / "stdout").read_text()
-    assert shown.startswith("llama on 1 x 4 h100-sxm + 1 x 2 a100-sxm, bf16, 4,096 tokens, global batch 16")
+    shown = " ".join((searched / "stdout").read_text().split())
+    assert shown.startswith("llama on 1 x 4 h100-sxm + 1 x 4 a100-sxm, bf16, 4,096 tokens, global batch 16")
     for word in ("plan ", "time ", "90 % interval", "h100-sxm tp", "a100-sxm", "micro-batch", "each part", "% faster"):
         assert word in shown
     assert "wrote plan.json" in (searched / "stderr").read_text()
@@ -57,14 +57,32 @@ def test_a_mixed_plan_file_is_priced_again_to_the_same_step(searched: Path) -> N
 NODES = ("--cluster", "h100-sxm:1x8+a100-sxm:1x8", "--global-batch", "128", "--seq-len", "4096")
 
 
-def test_a_plan_that_no_framework_starts_says_how_to_find_one(searched: Path) -> None:
-    done = run(searched, "search", "llama.json", *NODES, "--out", "unlike.json")
-    assert done.returncode == 0, done.stderr
-    assert "search with --to megatron-lm for the fastest plan that it can" in " ".join(done.stdout.split())
-    done = run(searched, "export", "unlike.json", "--to", "megatron-lm")
+def test_a_search_without_a_target_answers_with_what_the_usual_one_starts(searched: Path) -> None:
+    """FlagScale starts unlike tensor-parallel degrees, which Megatron-LM does not: its plan is not the answer."""
+    more = ("--cluster", "h100-sxm:1x8+a100-sxm:2x8", *NODES[2:], "--to", "megatron-lm@flagscale", "--fix", "pp=2")
+    usual, other = (
+        run(searched, "search", "llama.json", *words, "--out", f"{name}.json")
+        for name, words in (("usual", NODES), ("other", more))
+    )
+    assert (usual.returncode, other.returncode) == (0, 0), usual.stderr + other.stderr
+    assert "next:  autoplan export usual.json --to megatron-lm --launcher torchrun" in usual.stdout
+    assert run(searched, "export", "usual.json", "--to", "megatron-lm").returncode == 0
+    done = run(searched, "export", "other.json", "--to", "megatron-lm")
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
     assert re.search("Megatron-LM cannot start the plan: its .*; search with --to megatron-lm", done.stderr)
+
+
+def test_a_range_of_batches_has_the_one_with_the_highest_rate(searched: Path) -> None:
+    """12 replicas of equal batches do not share 16 sequences, so a target that needs that idles nodes at 16."""
+    words = ("--cluster", "h100-sxm:1x4+a100-sxm:1x8", "--seq-len", "4096", "--to", "deepspeed", "--force", "--quiet")
+    rates = {}
+    for batch in ("16", "12", "12:16"):
+        done = run(searched, "search", "llama.json", *words, "--global-batch", batch, "--out", "range.json")
+        assert done.returncode == 0, done.stderr
+        best = decode(MixedPlanFile, read_table(searched / "range.json"), "range.json").best
+        rates[batch] = best.sequences_per_s
+    assert rates["12:16"] == max(rates.values())
 
 
 def test_a_search_for_a_target_finds_a_plan_that_it_starts(searched: Path) -> None:
@@ -161,7 +179,8 @@ def test_a_mixed_plan_has_a_page(searched: Path) -> None:
         ),
         (("search", "llama.json", *MIXED, "--forbid", "zero2", "--force"), "unknown; did you mean sharding=zero2"),
         (("search", "llama.json", *MIXED, "--forbid", "a plan", "--force"), "unknown; known: partial_recompute"),
-        (("search", "llama.json", *MIXED[:3], "8:16", *MIXED[4:], "--force"), "takes one number, not a range"),
+        (("search", "llama.json", *MIXED[:3], "16:8", *MIXED[4:], "--force"), "LOW must not exceed HIGH"),
+        (("search", "llama.json", *MIXED, "--why", "--force"), "autoplan explain tells what changes do"),
         (("estimate", "llama.json", *MIXED), "a mixed cluster, which only autoplan search supports"),
         (("estimate", "plan.json", "--tp", "2"), "a plan file is priced unchanged, without --tp"),
         (("search", "llama.json", "--cluster", "h100-sxm:1x4+", *MIXED[2:], "--force"), "cluster '' is neither"),

@@ -149,11 +149,15 @@ def test_what_cannot_be_priced_is_said(options: dict[str, object], says: str) ->
         autoplan.search("llama3-8b", cluster="h100-sxm:1x8", global_batch=64, seq_len=8192, **options)  # type: ignore[arg-type]
 
 
-def test_mixed_clusters_refuse_input_rates() -> None:
-    with pytest.raises(InputError, match="mixed clusters"):
-        autoplan.search_mixed(
-            "llama3-8b", cluster="h100-sxm:1x8+a100-sxm:1x8", global_batch=64, seq_len=8192, input_rate="5samples/s"
-        )
+def test_all_nodes_of_a_mixed_cluster_wait_for_samples() -> None:
+    words = {"cluster": "h100-sxm:1x8+a100-sxm:1x8", "global_batch": 64, "seq_len": 8192}
+    free = autoplan.search_mixed("llama3-8b", **words)
+    capped = autoplan.search_mixed("llama3-8b", **words, input_rate="2samples/s/node")
+    assert free.best.step_s < 64 / 4 == pytest.approx(capped.best.step_s)
+    assert capped.best.terms_s["input"] == pytest.approx(16 - (capped.best.step_s - capped.best.terms_s["input"]))
+    assert capped.file.certificate is not None
+    assert capped.file.certificate.gap == 0  # no plan gets its samples sooner
+    assert capped.file.best.plan.parts == {0, 1}
 
 
 def test_the_command_says_that_it_waits(

@@ -22,7 +22,7 @@ from autoplan.search.mixed_bounds import Candidate, MixedSpace
 from autoplan.search.mixed_refinement import Refiner
 from autoplan.search.mixed_search import candidates_of, fastest_s
 from autoplan.search.mixed_search import search_mixed as search_space
-from autoplan.search.structures import Pipelines, Structure, groupings, pipelines
+from autoplan.search.structures import Equal, Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search as plain_search
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import Offload
@@ -283,7 +283,7 @@ BOUNDED = [
 def space_of_all(model: str, cluster: str, global_batch: int, options: dict[str, Any]) -> MixedSpace:
     problem = make_mixed_problem(model, cluster=load_any_cluster(cluster), **{"seq_len": 4096} | options)
     spaces = tuple(make_space(problem.alone(part), global_batch) for part in (0, 1))
-    return MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, has_one_tp=False, most_z=RISKY_Z)
+    return MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=Equal(), most_z=RISKY_Z)
 
 
 def check_bounds(space: MixedSpace, candidates: Sequence[Candidate], choices: random.Random) -> int:

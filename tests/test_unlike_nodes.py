@@ -21,13 +21,14 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
-from autoplan.search.ranking import ranked
+from autoplan.search.ranking import ranked, training_flops_per_token
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import MixedPlanFile
 from autoplan.spec.started_plan import started_plan
+from launched import launched
 from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled, whole
 from test_measured_times import TABLE
 
@@ -91,6 +92,26 @@ def test_flops_of_frozen_weights_are_those_of_a_plain_plan(problem: MixedProblem
     (plain,) = ranked(alone, estimate(alone, PlanBatch.of([plan], 12)), [0])
     best = found[0].plan_file.best
     assert best.mfu / best.tokens_per_s_per_device == pytest.approx(plain.mfu / plain.tokens_per_s_per_device)
+
+
+def test_a_node_with_fewer_devices_starts_fewer_ranks(tmp_path: Path) -> None:
+    """Three nodes of 8 beside one of 4, each a replica per device: torchrun asks every node for its own number."""
+    problem = problem_of(load_cluster("h100-sxm:3x8"), load_cluster("h100-sxm:1x4"))
+    result = result_of(problem, plan_of(kinds=(replicas(24, 4, (0, 1, 12)), replicas(4, 4, (1, 1, 12)))))
+    best = node_ranges(problem, result.file, "megatron-lm")[0].plan_file.best
+    peak = 28 * 989e12
+    flops = training_flops_per_token(problem.model, problem.training)
+    assert best.mfu == pytest.approx(best.tokens_per_s_per_device * 28 * flops / peak, rel=1e-3)
+    files = autoplan.export(result, to="megatron-lm").files
+    for rank, size in enumerate(("8", "8", "8", "4")):
+        words = launched(tmp_path / str(rank), files, NODE_RANK=str(rank), MASTER_ADDR="node0", MEGATRON_DIR="/opt")
+        assert (words[words.index("--nproc-per-node") + 1], words[words.index("--nnodes") + 1]) == (size, "4")
+    assert "4 devices are needed" in files[0].text
+    assert autoplan.export(result, to="megatron-lm", launcher="mpirun").files
+    with pytest.raises(
+        InputError, match=r"slurm starts as many ranks on every node.*use --launcher torchrun or mpirun"
+    ):
+        autoplan.export(result, to="megatron-lm", launcher="slurm")
 
 
 @pytest.mark.parametrize("target", ["megatron-lm", "megatron-bridge", "primus"])

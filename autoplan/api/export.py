@@ -12,9 +12,9 @@ from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.base.files import encode, write_folder
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.frameworks.common.job import File
-from autoplan.frameworks.registry import TARGETS, find_target, target_of
+from autoplan.frameworks.registry import find_target
 from autoplan.frameworks.trainer.rules import check_model, check_training
-from autoplan.launch.targets import exported, job_of, refused_training
+from autoplan.launch.targets import exported, job_of, usual_start
 from autoplan.search.nearest import Near
 from autoplan.search.nearest import nearest as nearest_plan
 from autoplan.spec.axes import LABELS
@@ -171,17 +171,7 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
     else:
         today, searched = file.today.target if file.today else "", file.space.to if file.space else ""
     searched_name = searched.partition("@")[0]
-    first = (today, searched_name, target_of(file.framework.name), file.framework.rules)
-    refusal = ""
-    # The module of a target is loaded when its turn comes: that of the first is the last in nearly all searches.
-    for target in sorted(TARGETS, key=lambda name: first.index(name) if name in first else len(first)):
-        if file.framework.rules in TARGETS[target].rules:
-            why = refused_training(TARGETS[target], file.training)
-            if not why:
-                break
-            refusal = refusal or why
-    else:
-        raise NoPlanError(refusal or f"no launch files are written for {file.framework.name}")
+    target = usual_start(file.framework, file.training, today, searched_name)
     target = searched if target == searched_name else target  # in the version that was searched for
     command = f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
     if isinstance(file, MixedPlanFile):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,23 +11,27 @@ from typing import Any, Unpack
 from autoplan.api.plan_files import load_mixed_plan, make_mixed_file
 from autoplan.api.problem import (
     ProblemOptions,
+    batches_of,
     check_names,
     load_any_cluster,
     make_mixed_problem,
     priced_target,
+    quantile_of,
     space_flags,
     space_of,
 )
 from autoplan.api.results import MixedPlanResult
 from autoplan.api.unlike_nodes import is_expressible
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.values import parse_batches
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed
 from autoplan.frameworks.common.job import Target
 from autoplan.frameworks.registry import find_target
-from autoplan.launch.targets import refused_training
+from autoplan.launch.targets import refused_training, usual_start
 from autoplan.search import mixed_search
 from autoplan.search.advice import needed_text
+from autoplan.search.mixed_refinement import Accepts, accept_all
+from autoplan.search.simple import MAX_SLOWER
+from autoplan.search.structures import NOTHING_EQUAL, Equal
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedResult
@@ -47,14 +51,15 @@ def search_mixed(
     at_most: Iterable[str] | Mapping[str, Any] = (),
     forbid: Iterable[str] = (),
     allow: Iterable[str] = (),
+    prefer: str = "simple",
+    robust: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
     **options: Unpack[ProblemOptions],
 ) -> MixedPlanResult:
-    """Return the fastest plans that fit on a mixed cluster, best first.
+    """Return the fastest plans that fit on a mixed cluster and that an export target can start, best first.
 
-    `cluster` is several clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or a loaded object;
-    `global_batch` is in sequences, `seq_len` in tokens.  `fix`, `at_most`, `forbid` and `allow` work as in `search`.
-    `to` restricts the search to plans that an export target can start, for most equal replicas with one tensor-parallel
-    degree, priced as the framework of the target unless the options name another one.
+    `cluster` is several clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or a loaded object.  The
+    other arguments are those of `search`; without `to`, plans are for the usual target of the framework.
 
     Raises InputError for arguments that cannot be used, NoPlanError if no plan is legal or fits.
     """
@@ -62,27 +67,46 @@ def search_mixed(
     parts = load_any_cluster(cluster)
     if isinstance(parts, ClusterSpec):
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")
-    to = priced_target(to, options)
+    to, quantile = priced_target(to, options), quantile_of(prefer, robust)
     problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **options)
-    accepts, target = None, find_target(to, problem.framework) if to is not None else None
-    if target is not None:
-        if why := refused_training(target, problem.training):
-            raise InputError(why)
-
-        def accepts(plans: Sequence[MixedPlan]) -> Sequence[bool]:
-            return [is_expressible(problem, plan, target) for plan in plans]
-
-    low, high = parse_batches(str(global_batch))
-    if low != high:
-        raise InputError(f"--global-batch {global_batch}: a mixed cluster takes one number, not a range")
-    flags = space_flags(low, fix=fix, at_most=at_most, forbid=forbid, allow=allow, to=to)
-    has_one_tp = target is not None and not target.takes_unequal_tp
-    result = mixed_search.search_mixed(problem, low, partial(space_of, flags=flags), accepts, has_one_tp=has_one_tp)
+    flags = space_flags(global_batch, fix=fix, at_most=at_most, forbid=forbid, allow=allow, to=to or _usual(problem))
+    target = find_target(flags.to, problem.framework) if flags.to else None
+    if target is not None and (why := refused_training(target, problem.training)):
+        raise InputError(why)
+    margin = MAX_SLOWER if prefer == "simple" and quantile is None else 0.0
+    batches, found = batches_of(global_batch, parts.num_devices), []
+    for at, batch in enumerate(batches):
+        space = partial(space_of, flags=replace(flags, global_batch=str(batch)))
+        found.append(mixed_search.search_mixed(problem, batch, space, *_started_by(problem, target), margin=margin))
+        if progress:
+            progress(at + 1, len(batches))
+    result = mixed_search.best_of(found)
     _check(problem, result, target)
+    if quantile is not None:
+        result = mixed_search.robust_order(result, quantile)
     command = "autoplan.search_mixed() of Python"
     timings = options.get("timings") or ""
     file = make_mixed_file(problem, result.ranked, result.certificate, timings=timings, command=command)
     return MixedPlanResult(file=replace(file, to=flags.to), problem=problem)
+
+
+def _usual(problem: MixedProblem) -> str:
+    """Return the target that starts plans of the framework; blank where none does."""
+    try:
+        return usual_start(problem.framework, problem.training)
+    except NoPlanError:
+        return ""
+
+
+def _started_by(problem: MixedProblem, target: Target | None) -> tuple[Accepts, Equal]:
+    """Return which plans a target starts, and what is equal in all of them."""
+    if target is None:
+        return accept_all, NOTHING_EQUAL
+
+    def accepts(plans: Sequence[MixedPlan]) -> Sequence[bool]:
+        return [is_expressible(problem, plan, target) for plan in plans]
+
+    return accepts, Equal(tp=not target.takes_unequal_tp, replicas=True, batches=not target.unequal_batches)
 
 
 def estimate_mixed(plan: MixedPlanResult | str | Path) -> MixedPlanResult:
@@ -101,8 +125,8 @@ def _check(problem: MixedProblem, result: MixedResult, target: Target | None) ->
     if result.closest is None:
         if target is not None:
             raise NoPlanError(
-                f"no plan that was found is one that {target.title} starts on different nodes: leave --to out, or name "
-                "another target"
+                f"no plan that was found is one that {target.title} starts on different nodes: name another target "
+                "with --to"
             )
         raise NoPlanError(
             "no plan: the global batch leaves no replica a micro-batch, the limits no degrees that divide, or "

@@ -42,6 +42,8 @@ from autoplan.topology.mixed_cluster import MixedCluster
 from autoplan.topology.placement import by_switch
 
 DEFAULT_FRAMEWORK = "megatron-core"
+PREFERENCES = ("simple", "fastest", "robust")
+USUAL_QUANTILE = 0.9
 ADAPTER_FRAMEWORK = "transformers"  # with PEFT; Megatron-LM itself trains no adapters
 
 
@@ -174,8 +176,6 @@ def make_mixed_problem(
 ) -> MixedProblem:
     """Return the problem of training `model` on a mixed cluster, whose parts are priced as by `make_problem`."""
     parts = _parts(model, seq_len, options)
-    if parts.training.input_rates:
-        raise InputError("--input-rate is not priced on mixed clusters: leave it out")
     alone = [make_problem(parts.model, cluster=part, seq_len=seq_len, **options) for part in cluster.parts]
     return MixedProblem(
         **parts._asdict(),
@@ -328,8 +328,7 @@ def make_space(
     axis, or a value that it cannot have; UnpricedError where the rules of the framework are not known.
     """
     check_framework(problem.framework)
-    low, high = parse_batches(str(global_batch))
-    batches = (low,) if low == high else batch_grid(low, high, problem.cluster.num_devices)
+    batches = batches_of(global_batch, problem.cluster.num_devices)
     book = book_of(problem.framework)
     unasked = default_limits(problem, batches)
     limits = with_flags(unasked, fix=fix, at_most=at_most, forbid=forbid, allow=allow, offered=book.offers)
@@ -341,6 +340,12 @@ def make_space(
     placement = by_switch(problem.cluster) if is_fragmented(problem) else None
     rules = rules_for(problem.framework, to)
     return Space(workload=problem.workload, limits=limits, rules=rules, placement=placement)
+
+
+def batches_of(global_batch: int | str, num_devices: int) -> tuple[int, ...]:
+    """Return the batches of a number of sequences, or of a range such as "256:512", that a search tries."""
+    low, high = parse_batches(str(global_batch))
+    return (low,) if low == high else batch_grid(low, high, num_devices)
 
 
 def limit_texts(limits: Iterable[str] | Mapping[str, Any]) -> tuple[str, ...]:
@@ -366,6 +371,15 @@ def space_flags(
         allowed=tuple(allow),
         to=to or "",
     )
+
+
+def quantile_of(prefer: str, robust: float | None) -> float | None:
+    """Return the quantile of the step time that is to be the least; None: no quantile was asked for."""
+    if robust is not None and not 0.5 <= robust < 1:
+        raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
+    if prefer not in PREFERENCES:
+        raise InputError(f"--prefer {prefer}: must be one of {', '.join(PREFERENCES)}")
+    return USUAL_QUANTILE if prefer == "robust" and robust is None else robust
 
 
 def priced_target(to: str | None, options: ProblemOptions) -> str | None:

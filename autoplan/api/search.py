@@ -19,6 +19,7 @@ from autoplan.api.problem import (
     load_cluster,
     make_problem,
     priced_target,
+    quantile_of,
     space_flags,
     space_of,
     unpriced_parts,
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from autoplan.api.launch_files import LaunchStart
     from autoplan.spec.search_result import Certificate, RankedPlan
 
-PREFERENCES = ("simple", "fastest", "robust")
-USUAL_QUANTILE = 0.9
 # Ranks over which published runs with a step time gather weights: of llm-foundry and torchtitan (benchmarks/results).
 WIDEST_MEASURED_ZERO3 = 512
 
@@ -107,7 +106,7 @@ def search(
 
     Raises InputError for unusable arguments, NoPlanError if no plan fits, UnpricedError for a framework without rules.
     """
-    quantile = _quantile(prefer, robust)
+    quantile = quantile_of(prefer, robust)
     problem_options, run = _divided(options)
     if launch_file is not None and (run or quantile is not None):
         raise InputError("--from finds the fastest step on equal nodes: leave objectives, runs and --robust out")
@@ -152,15 +151,6 @@ def _started(
     started = start_from(path, cluster, options, variables=variables, target=target, **stated)
     problem = started.problem()
     return started, replace(problem, framework=problem.framework.choosing(started.plan))
-
-
-def _quantile(prefer: str, robust: float | None) -> float | None:
-    """Return the quantile of the step time that is to be the least; None: no quantile was asked for."""
-    if robust is not None and not 0.5 <= robust < 1:
-        raise InputError(f"--robust {robust:g}: must be a quantile from 0.5 to below 1, such as 0.9")
-    if prefer not in PREFERENCES:
-        raise InputError(f"--prefer {prefer}: must be one of {', '.join(PREFERENCES)}")
-    return USUAL_QUANTILE if prefer == "robust" and robust is None else robust
 
 
 def _divided(options: Mapping[str, Any]) -> tuple[ProblemOptions, RunOptions | None]:

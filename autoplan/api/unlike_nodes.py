@@ -83,6 +83,7 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
                 part=parts[at].name,
                 first=first,
                 num_nodes=num_nodes,
+                num_devices=parts[at].devices_per_node,
                 memory_bytes=max(stage.memory_bytes for stage in stages),
                 plan_file=plan_file,
             )
@@ -102,15 +103,15 @@ def _ranked(problem: MixedProblem, cost: MixedCost, started: StartedPlan) -> Ran
     (plain,) = ranked(as_if, estimate(as_if, PlanBatch.of([started.plan], problem.model.num_layers)), [0])
     tokens_per_s = cost.sequences_per_s * problem.training.seq_len
     precision, parts = problem.training.precision, problem.cluster.parts
-    peaks = [datasheet_peak(parts[at].device, precision)[1] for at in started.node_parts]
-    per_node = cost.plan.num_devices / len(peaks)
+    nodes = [parts[at] for at in started.node_parts]
+    peak = sum(node.devices_per_node * datasheet_peak(node.device, precision)[1] for node in nodes)
     return replace(
         plain,
         step_s=cost.step_s,
         low_s=cost.low_s,
         high_s=cost.high_s,
         tokens_per_s_per_device=tokens_per_s / cost.plan.num_devices,
-        mfu=tokens_per_s * training_flops_per_token(problem.model, problem.training) / (per_node * sum(peaks)),
+        mfu=tokens_per_s * training_flops_per_token(problem.model, problem.training) / peak,
         memory_bytes=fullest.memory_bytes,
         memory_headroom_bytes=fullest.capacity_bytes - fullest.memory_bytes,
         oom_probability=probability_above(cost.oom_z),

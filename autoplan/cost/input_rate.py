@@ -7,12 +7,16 @@ for all plans on the same nodes, so it changes no ranking; `search` therefore ra
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from autoplan.cost.kernels.sequences import useful
 from autoplan.spec.input_rate import InputRate
+from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import TrainingSpec
+
+Cost = TypeVar("Cost", RankedPlan, MixedCost)
 
 
 def slowest_input(training: TrainingSpec, num_nodes: int) -> tuple[float, InputRate | None]:
@@ -28,15 +32,19 @@ def slowest_input(training: TrainingSpec, num_nodes: int) -> tuple[float, InputR
 
 def with_input(problem: Problem, plan: RankedPlan) -> RankedPlan:
     """Return the plan with the time for which its steps wait for samples; a second time changes nothing."""
-    least_s = plan.plan.global_batch * slowest_input(problem.training, problem.cluster.num_nodes)[0]
-    step_s = max(plan.step_s, least_s)
-    share = plan.step_s / step_s
+    waiting = with_samples(problem.training, problem.cluster.num_nodes, plan)
+    share = plan.step_s / waiting.step_s
+    return replace(waiting, tokens_per_s_per_device=share * plan.tokens_per_s_per_device, mfu=share * plan.mfu)
+
+
+def with_samples(training: TrainingSpec, num_nodes: int, cost: Cost) -> Cost:
+    """Return the times of a plan on this many nodes with its wait for samples."""
+    least_s = cost.plan.global_batch * slowest_input(training, num_nodes)[0]
+    step_s = max(cost.step_s, least_s)
     return replace(
-        plan,
+        cost,
         step_s=step_s,
-        low_s=max(plan.low_s, least_s),
-        high_s=max(plan.high_s, least_s),
-        tokens_per_s_per_device=share * plan.tokens_per_s_per_device,
-        mfu=share * plan.mfu,
-        terms_s=plan.terms_s | {"input": plan.terms_s["input"] + step_s - plan.step_s},
+        low_s=max(cost.low_s, least_s),
+        high_s=max(cost.high_s, least_s),
+        terms_s=cost.terms_s | {"input": cost.terms_s["input"] + step_s - cost.step_s},
     )

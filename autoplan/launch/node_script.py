@@ -9,7 +9,7 @@ from autoplan.frameworks.common.header import comment
 from autoplan.frameworks.common.job import EnvironmentVariable, File, LaunchVariable, OptionGroup
 from autoplan.launch.names import Launcher
 from autoplan.launch.preflight import preflight
-from autoplan.launch.start import Start, header, script
+from autoplan.launch.start import Start, header, on_nodes, script
 
 NODE_SCRIPT = "launch.sh"
 
@@ -133,11 +133,15 @@ def _replaceable(group: OptionGroup) -> list[str]:
 def _start(start: Start) -> list[str]:
     job = start.job
     arrays = [group.name for group in (*job.groups, job.replaceable) if group]
+    size, sizes = str(start.num_devices), list[str]()
+    if not start.has_one_size:
+        size = '"$NUM_DEVICES"'
+        sizes = [f"if {on_nodes(nodes)}; then NUM_DEVICES={nodes.num_devices}; fi" for nodes in start.node_ranges]
     parts = [
-        f'exec torchrun --nnodes {start.num_nodes} --nproc-per-node {start.num_devices} --node-rank "$NODE_RANK"',
+        f'exec torchrun --nnodes {start.num_nodes} --nproc-per-node {size} --node-rank "$NODE_RANK"',
         '--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT"',
         job.program,
         *([" ".join(f'"${{{name}[@]}}"' for name in arrays)] if arrays else []),
         " ".join((*job.trailing, '"$@"')),
     ]
-    return [" \\\n    ".join(parts)]
+    return [*sizes, " \\\n    ".join(parts)]

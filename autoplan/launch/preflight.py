@@ -8,7 +8,7 @@ import shlex
 
 from autoplan.base.units import MIB
 from autoplan.frameworks.common.header import comment
-from autoplan.launch.start import NodeRange, Start
+from autoplan.launch.start import NodeRange, Start, on_nodes
 
 _RDMA = ("infiniband", "roce", "efa")  # networks with adapters under /dev/infiniband
 
@@ -87,9 +87,10 @@ def _nodes(start: Start, variable: str | None) -> list[str]:
     if variable is None:
         return []
     count = start.num_nodes
+    sizes = f" of {start.num_devices} devices" if start.has_one_size else ""
     return [
         f"    if [[ ${{{variable}:-{count}}} != {count} ]]; then",
-        f'        stop "the plan is for {count} nodes of {start.num_devices} devices, ${variable} nodes were given"',
+        f'        stop "the plan is for {count} nodes{sizes}, ${variable} nodes were given"',
         "    fi",
     ]
 
@@ -98,17 +99,16 @@ def _devices(start: Start) -> list[str]:
     """Return the check of the devices and the free memory of each, by the cluster part of the node."""
     lines = []
     for nodes in start.node_ranges:
-        last = nodes.first + nodes.num_nodes - 1
-        of_part = _devices_of(nodes, start.num_devices)
+        of_part = _devices_of(nodes)
         if of_part and len(start.node_ranges) > 1:
             inner = (f"    {line}" for line in of_part)
-            of_part = [f"    if ((NODE_RANK >= {nodes.first} && NODE_RANK <= {last})); then", *inner, "    fi"]
+            of_part = [f"    if {on_nodes(nodes)}; then", *inner, "    fi"]
         lines += of_part
     return lines
 
 
-def _devices_of(nodes: NodeRange, count: int) -> list[str]:
-    vendor = nodes.plan_file.cluster.device.vendor
+def _devices_of(nodes: NodeRange) -> list[str]:
+    count, vendor = nodes.num_devices, nodes.plan_file.cluster.device.vendor
     if vendor == "cpu":
         return []
     tool, ask, files = _VENDORS[vendor]

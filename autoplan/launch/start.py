@@ -14,6 +14,7 @@ from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.ranks import host_order
 from autoplan.topology.cluster import ClusterSpec
 
+SIZED_PER_NODE: tuple[Launcher, ...] = ("torchrun", "mpirun")  # start as many ranks on a node as it has devices
 IN_CONTAINERS: tuple[Launcher, ...] = ("trainjob", "jobset", "pytorchjob", "skypilot")
 
 
@@ -24,13 +25,17 @@ class NodeRange:
     part: str
     first: int
     num_nodes: int
+    num_devices: int  # per node
     memory_bytes: float
     plan_file: PlanFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A job on `num_nodes` nodes, with `hosts` by rank if listed; `node_ranges` are the parts of its cluster."""
+    """A job on `num_nodes` nodes, with `hosts` by rank if listed; `node_ranges` are the parts of its cluster.
+
+    `num_devices` are those of a node, or of the largest where they differ.
+    """
 
     name: str  # name in the scheduler
     plan_file: PlanFile
@@ -53,7 +58,18 @@ class Start:
         unlike_nodes: tuple[NodeRange, ...] = (),
     ) -> Start:
         """Return the start of a plan, on equal nodes unless `unlike_nodes` are given; InputError for a bad `image`."""
-        num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.num_devices)
+        if unlike_nodes:
+            num_nodes, num_devices = (
+                sum(nodes.num_nodes for nodes in unlike_nodes),
+                max(nodes.num_devices for nodes in unlike_nodes),
+            )
+        else:
+            num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.num_devices)
+        if launcher not in SIZED_PER_NODE and any(nodes.num_devices < num_devices for nodes in unlike_nodes):
+            raise InputError(
+                f"{launcher} starts as many ranks on every node, the plan's nodes have unlike numbers of devices: use "
+                f"--launcher {' or '.join(SIZED_PER_NODE)}"
+            )
         hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
         if image is not None and launcher not in IN_CONTAINERS:
             raise InputError(
@@ -77,11 +93,17 @@ class Start:
                     part=plan_file.cluster.name,
                     first=0,
                     num_nodes=num_nodes,
+                    num_devices=num_devices,
                     memory_bytes=plan_file.best.memory_bytes,
                     plan_file=plan_file,
                 ),
             ),
         )
+
+    @property
+    def has_one_size(self) -> bool:
+        """Return whether all nodes have as many devices."""
+        return all(nodes.num_devices == self.num_devices for nodes in self.node_ranges)
 
     @property
     def environment(self) -> tuple[EnvironmentVariable, ...]:
@@ -115,6 +137,11 @@ def header(start: Start, how: str) -> list[str]:
             comment(f"Nodes by NODE_RANK, as every stage of the pipeline is laid out for its devices: {nodes}")
         )
     return lines
+
+
+def on_nodes(nodes: NodeRange) -> str:
+    """Return the condition of a shell that holds on these nodes."""
+    return f"((NODE_RANK >= {nodes.first} && NODE_RANK <= {nodes.first + nodes.num_nodes - 1}))"
 
 
 def _ranks(nodes: NodeRange) -> str:

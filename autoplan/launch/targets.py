@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.frameworks.common.job import File, Job, Target
-from autoplan.frameworks.registry import TARGETS, find_target
+from autoplan.frameworks.registry import TARGETS, find_target, target_of
 from autoplan.launch.names import LAUNCHERS
 from autoplan.launch.start import NodeRange
+from autoplan.spec.framework import Framework
 from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
@@ -30,6 +31,22 @@ def refused_training(target: Target, training: TrainingSpec) -> str:
     able = [name for name, candidate in TARGETS.items() if not _refused(candidate, training)]
     way_out = f"use --to {' or '.join(able)}" if able else "no target can; use your own program"
     return f"{target.title} cannot express {refused}: {way_out}"
+
+
+def usual_start(framework: Framework, training: TrainingSpec, *first: str) -> str:
+    """Return the target that starts plans of a framework: one of those named `first`, else the first of all.
+
+    NoPlanError where none does, with the reason.
+    """
+    first = (*first, target_of(framework.name), framework.rules)
+    refusal = ""
+    # The module of a target is loaded when its turn comes: that of the first is the last in nearly all searches.
+    for target in sorted(TARGETS, key=lambda name: first.index(name) if name in first else len(first)):
+        if framework.rules in TARGETS[target].rules:
+            if not (why := refused_training(TARGETS[target], training)):
+                return target
+            refusal = refusal or why
+    raise NoPlanError(refusal or f"no launch files are written for {framework.name}")
 
 
 def _refused(target: Target, training: TrainingSpec) -> str:

@@ -18,7 +18,7 @@ from autoplan.spec.estimate import datasheet_peak
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan import ParallelPlan, chunk_layers
-from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.search_result import Allowance, Certificate, Confidence, RankedPlan
 from autoplan.spec.timing import Provenance
@@ -152,7 +152,7 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     yield "", f"{training.batching}: {', '.join(words)}; {waiting}"
 
 
-def input_text(file: PlanFile) -> str:
+def input_text(file: PlanFile | MixedPlanFile) -> str:
     """Say whether steps wait for samples, and by which factor the input is too slow; blank without an input rate."""
     best = file.best
     delivered_s, rate = slowest_input(file.training, file.cluster.num_nodes)

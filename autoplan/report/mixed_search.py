@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
-from autoplan.report.answer import optimizer_text, training_lines
+from autoplan.report.answer import input_text, optimizer_text, training_lines
 from autoplan.report.terminal import MIN_SHOWN_S, labelled, print_part, print_table, print_terms, repetitions
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
@@ -69,6 +69,8 @@ def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
     grid.add_row("time", f"[bold]{format_seconds(best.step_s)}[/] per step; {interval}")
     tokens_per_s = best.sequences_per_s * file.training.seq_len
     grid.add_row("", f"{tokens_per_s:,.0f} tokens/s, {tokens_per_s / best.plan.num_devices:,.0f} per device in use")
+    if text := input_text(file):
+        grid.add_row("input", text)
     idle = [name for at, name in enumerate(names) if at not in best.plan.parts]
     if idle:
         grid.add_row("idle", escape(", ".join(idle)))

@@ -221,6 +221,11 @@ class MixedProblem:
         """The problem on a part alone."""
         return self.as_if(part, frozenset((part,)))
 
+    def num_nodes(self, plan: MixedPlan) -> int:
+        """Nodes that hold devices of a plan."""
+        sizes = {part: self.cluster.parts[part].devices_per_node for part in plan.parts}
+        return sum(-(-plan.num_devices_on(part) // size) for part, size in sizes.items())
+
     def as_if(self, part: int, used: frozenset[int]) -> Problem:
         """The problem as if all parts in use had the devices of `part`: a stage there costs the same."""
         key = (part, used)

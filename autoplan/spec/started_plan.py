@@ -59,13 +59,16 @@ def started_plan(
 
 
 def _parts_of_nodes(problem: MixedProblem, parts: Sequence[int]) -> tuple[int, ...]:
-    if len(sizes := {problem.cluster.parts[part].devices_per_node for part in parts}) > 1:
-        raise InputError(f"its nodes have {_listed(sizes)} devices")
-    size = sizes.pop()
-    nodes = [set(parts[first : first + size]) for first in range(0, len(parts), size)]
-    if len(parts) % size or any(len(node) > 1 for node in nodes):
-        raise InputError(f"its ranks do not fill nodes of {size} devices of one part each")
-    return tuple(node.pop() for node in nodes)
+    """Return the part of every node, from the part of every rank; nodes of two parts may have unlike sizes."""
+    nodes: list[int] = []
+    first = 0
+    while first < len(parts):
+        size = problem.cluster.parts[parts[first]].devices_per_node
+        if parts[first : first + size] != [parts[first]] * size:
+            raise InputError(f"its ranks do not fill nodes of {size} devices of one part each")
+        nodes.append(parts[first])
+        first += size
+    return tuple(nodes)
 
 
 def _listed(values: Iterable[int]) -> str:

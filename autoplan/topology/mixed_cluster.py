@@ -64,6 +64,11 @@ class MixedCluster:
         return sum(part.num_devices for part in self.parts)
 
     @property
+    def num_nodes(self) -> int:
+        """Number of nodes of all parts."""
+        return sum(part.num_nodes for part in self.parts)
+
+    @property
     def part_names(self) -> tuple[str, ...]:
         """Names of the parts; duplicates are numbered."""
         names = [part.name for part in self.parts]

@@ -13,6 +13,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.estimate import interval, oom_z
+from autoplan.cost.input_rate import with_samples
 from autoplan.cost.memory.stage_memory import host_bytes
 from autoplan.cost.mixed.part_layouts import Member, lay_out_kinds, sharded_bytes
 from autoplan.cost.spreads import Familiarity
@@ -56,7 +57,7 @@ def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[M
     kinds = [MixedKindCost(stages=stages[at], pipeline_s=float(pipeline_s[at])) for at in range(len(members))]
     starts = np.flatnonzero(np.diff(plan_of, prepend=-1))
     plans_z = np.maximum.reduceat(kinds_z, starts)
-    return tuple(
+    costs = (
         MixedCost(
             plan=plan,
             step_s=float(step_s[at]),
@@ -68,6 +69,7 @@ def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[M
         )
         for at, plan in enumerate(plans)
     )
+    return tuple(with_samples(problem.training, problem.num_nodes(cost.plan), cost) for cost in costs)
 
 
 def _of_plans(terms_s: Mapping[str, Floats], pipeline_s: Floats, plan_of: Ints) -> dict[str, Floats]:
