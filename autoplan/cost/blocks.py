@@ -45,6 +45,7 @@ from autoplan.cost.kernels.measured_units import (
 )
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.products import moved_per_accumulated_grad
+from autoplan.cost.kernels.sizes import sends_tokens_once
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
 from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
 from autoplan.cost.memory.recompute import activation_parts, offloaded, selective_s
@@ -259,16 +260,19 @@ def _never_repeated_s(framework: Framework, block: Block, parts: _Parts) -> Floa
     return parts.kernels.matrix_forward_s["fc2"] + parts.tp.forward_s - parts.tp_inputs
 
 
-def _never_repeated_experts_s(problem: Problem, block: Block, parts: _Parts, ep: Floats) -> Floats:
+def _never_repeated_experts_s(problem: Problem, batch: PlanBatch, block: Block, parts: _Parts, ep: Floats) -> Floats:
     """Seconds of a block of experts that full recomputation omits: the last product and the combine of the tokens.
 
-    `ep` is the exposed time of dispatch and combine.  A matrix after the combine (latent experts) makes both necessary
-    again.
+    `ep` is the exposed time of dispatch and combine.  Both are necessary again for a matrix after the combine (latent
+    experts), and for the gradient of the scores where tokens are weighted after the combine; a dispatcher that sums
+    them on the way has to have them weighted before (torchtitan models/common/token_dispatcher.py, combine;
+    Automodel 507bfb7 components/moe/layers.py, permuted_probs).
     """
     moe = problem.model.moe if block is Block.MOE else None
     if moe is None or moe.latent_size or not problem.framework.kernels.recompute_stops_early:
         return np.zeros_like(ep)
-    return parts.kernels.matrix_forward_s["expert_fc2"] + 0.5 * ep
+    spared = parts.kernels.matrix_forward_s["expert_fc2"] + 0.5 * ep
+    return np.where(sends_tokens_once(problem, batch), spared, 0.0)
 
 
 def _pass_terms(parts: _Parts, ep: Floats) -> tuple[dict[str, Floats], dict[str, Floats]]:
@@ -363,7 +367,7 @@ def _work_terms(
     if parts.is_whole.any():
         is_known = repeats_core_only(batch) & ~np.isnan(parts.core_again_s)
         backward["recompute"] = np.where(is_known, parts.core_again_s, backward["recompute"])
-    spared = spared + _never_repeated_experts_s(problem, block, parts, ep)
+    spared = spared + _never_repeated_experts_s(problem, batch, block, parts, ep)
     return forward, backward, backward | {"recompute": forward_s - spared}
 
 

@@ -155,7 +155,8 @@ class Kernels:
     # Of the products alone that share is repeated, attention and what reduces its output and the MLP's are not, and all
     # else is.
     selective_saves_attention: bool = False
-    # Recomputing a whole layer ends before its last matrix, whose output no gradient needs; tokens stay with experts.
+    # Recomputing a whole layer ends before its last matrix, whose output no gradient needs; tokens that a dispatcher
+    # weights before it sums them stay with experts.
     recompute_stops_early: bool = False
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
     permute_bytes_factor: float = 1.0  # more of it for sorting tokens by expert and back: times the above
