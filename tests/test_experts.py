@@ -184,6 +184,16 @@ def test_deepep_moves_no_more_than_its_compute_units() -> None:
     assert combine < both / 2  # the links alone would be faster
 
 
+def test_on_amd_deepep_has_units_enough_for_the_links() -> None:
+    """Between 8 MI355X kernels reach 345 GB/s on the way there and 420 GB/s back (ROCm/mori README.md)."""
+    model = replace(MODEL, hidden_size=7168, moe=Experts(num_experts=256, experts_per_token=8, expert_ffn_size=512))
+    problem = replace(PROBLEM, model=model, cluster=load_cluster("mi355x:1x8"), calibration=Calibration())
+    batch = batch_of(dispatcher="deepep")
+    both = expert_parallel_s(problem, batch, Links.of(problem))[0] - 2 * problem.framework.host.host_s_per_collective
+    sent_bytes = 4096 * 7168 * 2 * 7 * (1 - (7 / 8) ** 8)  # a token once to every rank that has experts of it
+    assert sent_bytes / (both / 2) == pytest.approx(345e9, rel=0.05)
+
+
 def test_traffic_hides_under_every_kernel_of_its_block_once() -> None:
     batch = batch_of()
     work_s = block_costs(PROBLEM, batch)[Block.MOE].work_s[0]

@@ -15,13 +15,16 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 # Compute units occupied by the kernels of a dispatcher: 20 by DeepEP (arXiv:2412.19437, section 3.2.2), 32 by HybridEP
-# (Megatron-Core moe_hybridep_num_sms).
+# (Megatron-Core moe_hybridep_num_sms); on AMD 80 by DeepEP in a node, 32 beyond it (Primus fd1eeab,
+# turbo_deepep_num_cu of examples/megatron/configs/MI355X; docs_deprecated/backends/megatron/patch-notes.md).
 COMPUTE_UNITS = np.array([{Dispatcher.DEEPEP: 20.0, Dispatcher.HYBRIDEP: 32.0}.get(word, 0.0) for word in Dispatcher])
+AMD_DEEPEP_UNITS, AMD_FAR_DEEPEP_UNITS = 80.0, 32.0
 
 # Bytes per second that each of these units sends to other ranks.  DeepEP, combining 16-bit tokens of width 7,168,
 # reaches 275 to 303 GB/s with 20 units on H100 and H200, 306 to 358 on B200 and B300, and 133 to 158 with 8 units,
 # whatever the links (aiconfigurator-core 0.12.0, wideep_deepep_normal_perf of sglang 0.5.12).  HybridEP's rate is not
-# known.
+# known.  On AMD the units are no limit: between 8 MI355X kernels reach 345 and 420 GB/s (ROCm/mori README.md), as much
+# as the links give.
 MOVED_PER_UNIT_BYTES_PER_S = 15e9
 
 
@@ -66,20 +69,30 @@ def expert_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes) -> F
     """Time of the collectives of one block of experts in one pass, without overlap with another micro-batch."""
     described = expert_parallel(problem, batch)
     dispatch, combine, gather, reduce = (sent.seconds(links) for sent in described)
-    dispatch = np.maximum(dispatch, _units_s(batch, described.dispatch))
-    combine = np.maximum(combine, _units_s(batch, described.combine))
+    dispatch = np.maximum(dispatch, _units_s(problem, batch, described.dispatch))
+    combine = np.maximum(combine, _units_s(problem, batch, described.combine))
     host = problem.calibration.host * problem.framework.host.host_s_per_collective
     return (dispatch + combine) + (gather + reduce) + 2 * host * (batch.ep > 1)
 
 
-def _units_s(batch: PlanBatch, exchange: Collective) -> Floats:
+def _occupied_units(problem: Problem, batch: PlanBatch) -> Floats:
+    """Compute units that the kernels of each plan's dispatcher occupy."""
+    units = COMPUTE_UNITS[batch.dispatcher]
+    if problem.device.vendor != "amd":
+        return units
+    is_near = batch.ep <= problem.cluster.devices_per_node
+    deepep = np.where(is_near, AMD_DEEPEP_UNITS, AMD_FAR_DEEPEP_UNITS)
+    return np.where(batch.dispatcher == Dispatcher.DEEPEP.code, deepep, units)
+
+
+def _units_s(problem: Problem, batch: PlanBatch, exchange: Collective) -> Floats:
     """Time that the compute units of DeepEP take to send tokens to other ranks, each token once per rank."""
     size = exchange.group.size
     sent_once = size * (1 - (1 - 1 / size) ** exchange.copies) / exchange.copies
     moved = exchange.buffer_bytes * sent_once * (size - 1) / size
-    units = COMPUTE_UNITS[Dispatcher.DEEPEP.code]
     is_deepep = batch.dispatcher == Dispatcher.DEEPEP.code
-    return np.where(is_deepep, moved / (units * MOVED_PER_UNIT_BYTES_PER_S), 0.0)
+    rate = np.where(is_deepep, _occupied_units(problem, batch), 1.0) * MOVED_PER_UNIT_BYTES_PER_S
+    return np.where(is_deepep, moved / rate, 0.0)
 
 
 def _unpaired_share(batch: PlanBatch) -> Floats:
@@ -98,7 +111,7 @@ def shown_expert_parallel_s(problem: Problem, batch: PlanBatch, traffic_s: Float
     Both passes of a layer offer `work_s` to hide 2 `traffic_s`.  Hidden traffic slows the work by the compute units
     that its kernels occupy.
     """
-    occupied = COMPUTE_UNITS[batch.dispatcher] / problem.cluster.device.compute_units
+    occupied = _occupied_units(problem, batch) / problem.cluster.device.compute_units
     hidden = np.minimum(traffic_s, work_s / 2)
     paired = traffic_s - hidden * (1.0 - np.minimum(occupied, 1.0))
     alone = _unpaired_share(batch)
