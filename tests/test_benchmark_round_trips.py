@@ -29,6 +29,7 @@ from autoplan.search.ranking import ranked
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
 from autoplan.spec.enums import (
     ContextParallelKind,
+    CrossEntropyFusion,
     Dispatcher,
     Fp8Scaling,
     GradType,
@@ -145,6 +146,13 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
     "offload_modules": {word: (EXPERT_RANKS | {"offload_modules": word},) for word in OffloadModules},
     "offload_layers": {word: ({"offload_layers": word},) for word in OffloadLayers},
     "fp8_activation_input": {word: ({"fp8_activation_input": word == "on"},) for word in ("off", "on")},
+    "cross_entropy_fusion": {  # te of Megatron-Bridge, whose usual gradients and routers others do not take
+        word: tuple(
+            {"cross_entropy_fusion": word} | others
+            for others in ({}, {"grad_dtype": "fp32", "narrow_params": False, "router_fusion": False})
+        )
+        for word in CrossEntropyFusion
+    },
     "main_weights": {
         word: ({"main_weights": word}, {"main_weights": word, "moment_dtype": "bf16"}) for word in MainWeights
     },

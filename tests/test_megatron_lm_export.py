@@ -17,7 +17,6 @@ from autoplan.frameworks.megatron_lm.export import checked_parts
 from autoplan.frameworks.megatron_lm.notation import pipeline_layout
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import words
-from autoplan.frameworks.presets import load_framework
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
 from autoplan.launch.targets import job_of
@@ -306,13 +305,18 @@ def test_experts_that_drop_tokens_have_a_capacity_and_the_plain_dispatcher() -> 
     assert "--moe-pad-expert-input-to-capacity" not in limited
 
 
-def test_a_loss_that_was_priced_as_fused_is_its_own_fused_one_and_says_so() -> None:
-    priced = plan_file_of(LLAMA_8B, dp_shard=8)
+def test_a_fused_loss_is_named_and_that_of_transformer_engine_is_left_to_releases() -> None:
     option = "--cross-entropy-loss-fusion"
-    for name, is_fused in (("megatron-core", False), ("nemo", True)):
-        script = export_megatron_lm(replace(priced, framework=load_framework(name)), "torchrun")
-        assert (f"{option} --cross-entropy-fusion-impl native\n" in script) is is_fused
-        assert ("Priced with Transformer Engine's fused loss" in script) is is_fused
+    assert option not in words_of(plan_file_of(LLAMA_8B, dp_shard=8))
+    written = words_of(plan_file_of(LLAMA_8B, dp_shard=8, cross_entropy_fusion="native"))
+    at = written.index(option)
+    assert written[at : at + 3] == [option, "--cross-entropy-fusion-impl", "native"]
+    in_place = plan_file_of(LLAMA_8B, dp_shard=8, cross_entropy_fusion="te")
+    with pytest.raises(InputError, match="cross_entropy_fusion 'te': use native"):
+        job_of(in_place, "megatron-lm")
+    assert "te" in [
+        word for group in job_of(in_place, "megatron-lm@0.17").groups for line in group.lines for word in line
+    ]
 
 
 def test_blackwell_needs_no_single_queue() -> None:

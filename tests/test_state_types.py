@@ -103,6 +103,7 @@ def test_megatron_bridge_reduces_16_bits_unless_told_otherwise() -> None:
         "narrow_params": True,
         "router_fusion": True,
         "rope_fusion": True,
+        "cross_entropy_fusion": "te",
     }
     assert load_framework("nemo-26.06").choices == framework.choices
     space = make_space(problem_of("nemo"), 64)

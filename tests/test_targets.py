@@ -53,12 +53,12 @@ def searched(framework: str, cluster: str, *more: str) -> PlanFile:
 @pytest.mark.parametrize("to", [*TARGETS])
 def test_what_is_searched_for_a_target_on_a_lone_device_or_in_a_pipeline_is_started(to: str) -> None:
     # Axolotl holds weights in 16 bits where FSDP makes no fp32 of them.
-    more = ("--fix", "main_weights=bf16") if to == "axolotl" else ()
+    more = {"axolotl": ("--fix", "main_weights=bf16"), "verl": ("--to", "verl")}.get(to, ())
     file = searched(facts_of(to), "b300:1x1", *more)
     assert file.best.plan.sharding == "none"
     assert exported(file, to, "torchrun")
     if to in PIPELINES:
-        piped = searched(facts_of(to), "h100-sxm:1x4", "--fix", "pp=4")
+        piped = searched(facts_of(to), "h100-sxm:1x4", "--fix", "pp=4", *more)
         assert (piped.best.plan.dp, piped.best.plan.sharding) == (1, "none")
         assert exported(piped, to, "torchrun")
 

@@ -170,7 +170,13 @@ def test_adapters_of_another_kind_are_refused() -> None:
     ("model", "plan", "about", "says"),
     [
         (DENSE, {"sharding": "zero3"}, {}, "sharding 'zero3'"),
-        (DENSE, {"tp": 2, "tp_overlap": True, "grad_dtype": "fp32"}, {"framework": "nemo"}, "tp_overlap"),
+        (
+            DENSE,
+            {"tp": 2, "tp_overlap": True, "grad_dtype": "fp32", "cross_entropy_fusion": "unfused"},
+            {"framework": "nemo"},
+            "tp_overlap",
+        ),
+        (DENSE, {"cross_entropy_fusion": "native"}, {}, "cross_entropy_fusion"),
         (DENSE, {}, {"precision": "fp8"}, "precision 'fp8'"),
         (DENSE, {"pp": 2, "rank_order": "tp-cp-ep-pp-dp"}, {}, "rank_order"),
         (DENSE, {"cuda_graphs": "attn"}, {}, "cuda_graphs"),

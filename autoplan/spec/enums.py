@@ -192,6 +192,18 @@ class Fp8Scaling(CodedEnum):
     BLOCKWISE = "blockwise"
 
 
+class CrossEntropyFusion(CodedEnum):
+    """Kernels of the cross entropy, by Megatron-Core's names (model_parallel_config.py, cross_entropy_fusion_impl).
+
+    unfused: the framework's own operations; native: Megatron-Core's, compiled by torch; te: Transformer Engine's
+    kernel, which writes the gradients over the logits.
+    """
+
+    UNFUSED = "unfused"
+    NATIVE = "native"
+    TE = "te"
+
+
 class MainWeights(CodedEnum):
     """Data type of the weights that the optimizer updates: fp32, its remainders beyond 16 bits, or 16 bits only."""
 

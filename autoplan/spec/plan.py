@@ -16,6 +16,7 @@ from autoplan.base.units import check_count
 from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, PARTLY_MEANT, Axis, Kind
 from autoplan.spec.enums import (
     ContextParallelKind,
+    CrossEntropyFusion,
     CudaGraphs,
     Dispatcher,
     Fp8Scaling,
@@ -75,6 +76,7 @@ _OPTION_WORDS: dict[str, dict[str, str]] = {
         Fp8Scaling.DELAYED: "scales of past steps",
         Fp8Scaling.BLOCKWISE: "scales of blocks",
     },
+    "cross_entropy_fusion": {word: f"{word} cross entropy" for word in CrossEntropyFusion if word.code},
     "main_weights": {
         MainWeights.REMAINDERS: "main weights as remainders",
         MainWeights.FP16: "fp16 main weights",
@@ -142,6 +144,7 @@ class ParallelPlan:
     dropout: bool = False
     router_fusion: bool = False
     rope_fusion: bool = False
+    cross_entropy_fusion: CrossEntropyFusion = CrossEntropyFusion.UNFUSED
     main_weights: MainWeights = MainWeights.FP32
     moment_dtype: MomentType = MomentType.FP32
     quantized_gathers: bool = False
@@ -365,6 +368,7 @@ class PlanBatch(Rows):
     dropout: Bools
     router_fusion: Bools
     rope_fusion: Bools
+    cross_entropy_fusion: Ints
     main_weights: Ints
     moment_dtype: Ints
     quantized_gathers: Bools

@@ -12,6 +12,7 @@ import numpy as np
 from autoplan.base.arrays import Floats, Rows, add_up
 from autoplan.cost.kernels.adapters import tuned_matrices_s, tuning_traffic
 from autoplan.cost.kernels.attention import attention_s, scan_s
+from autoplan.cost.kernels.cross_entropy import moved_bytes_per_logit
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured import find_kernels, measured_pass
 from autoplan.cost.kernels.measured_units import head_factor
@@ -19,6 +20,7 @@ from autoplan.cost.kernels.memory_bound import RECURRENT_BLOCKS, memory_bound_s,
 from autoplan.cost.kernels.products import gemm_rate, products_s
 from autoplan.cost.kernels.sizes import expert_imbalance, head_columns, norm_tokens, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
+from autoplan.spec.enums import CrossEntropyFusion
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.operations import EXPERTS
@@ -121,11 +123,10 @@ def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
         products = products.plus(products_s(problem, wide, rate, tokens, width, hidden))
     # A loss that is not vocabulary-parallel uses gathered logits.
     logits = columns if framework.memory.shards_logits else head_columns(problem, batch)
-    # Cross entropy reads and writes about as many bytes as the peak copies of the logits (`modelling` C5).
-    moved = (framework.kernels.bytes_moved_per_logit or 1.25 * framework.memory.bytes_per_logit) * (tokens * logits)
-    loss = memory_bound_s(problem, moved)
+    loss = memory_bound_s(problem, moved_bytes_per_logit(problem, batch) * tokens * logits)
     if not problem.timings.is_empty:
-        loss = find_kernels(problem, wide, "cross_entropy", tokens, logits).otherwise(2 * loss) / 2
+        measured = find_kernels(problem, wide, "cross_entropy", tokens, logits).otherwise(2 * loss) / 2
+        loss = np.where(batch.cross_entropy_fusion == CrossEntropyFusion.UNFUSED.code, measured, loss)
     kernels_s = add_up(products) + 2 * loss
     longer = head_factor(problem, wide, (tokens, hidden, head_columns(problem, batch)), kernels_s)
     products, loss = products.times(longer, longer), longer * loss

@@ -8,6 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up, distinct_rows
 from autoplan.cost.kernels.block_shapes import layer_shapes
+from autoplan.cost.kernels.cross_entropy import held_bytes_per_logit
 from autoplan.cost.kernels.sizes import local_logits, norm_tokens
 from autoplan.cost.memory.recompute import Offloaded, Parts, activation_parts, kept_bytes, offloaded
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
@@ -176,9 +177,7 @@ def _most_alive(
 
 def logit_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes of a micro-batch's logits at the peak of head and loss on a rank with the head (`modelling` B3)."""
-    memory = problem.framework.memory
-    gathered = np.where(batch.tp > 1, memory.bytes_per_gathered_logit, 0.0)
-    return (memory.bytes_per_logit + gathered) * local_logits(problem, batch)
+    return held_bytes_per_logit(problem, batch) * local_logits(problem, batch)
 
 
 def boundary_bytes(problem: Problem, batch: PlanBatch) -> Floats:

@@ -17,8 +17,15 @@ from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
-from autoplan.frameworks.megatron_lm.training_options import FUSED_LOSS_BYTES
-from autoplan.spec.enums import NARROW_PRECISIONS, CudaGraphs, GradType, MainWeights, MomentType, OffloadLayers
+from autoplan.spec.enums import (
+    NARROW_PRECISIONS,
+    CrossEntropyFusion,
+    CudaGraphs,
+    GradType,
+    MainWeights,
+    MomentType,
+    OffloadLayers,
+)
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -132,7 +139,7 @@ def _is_needed(line: str, plan_file: PlanFile) -> bool:
 
 def fields(plan_file: PlanFile) -> dict[str, Any]:
     """Return the configuration fields set by model and plan, by their paths."""
-    model, plan, framework = plan_file.model, plan_file.best.plan, plan_file.framework
+    model, plan = plan_file.model, plan_file.best.plan
     if model.position_embedding == "learned" and plan_file.training.seq_len < model.max_positions:
         raise InputError(
             f"Megatron-Bridge's position table is as long as the sequences: {model.name!r} has {model.max_positions} "
@@ -172,10 +179,7 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
         table["model.use_te_rng_tracker"] = True
     if plan.cuda_graphs == CudaGraphs.FULL_ITERATION:
         table["rerun_state_machine.check_for_nan_in_loss"] = False
-    fused = framework.memory.bytes_per_logit < FUSED_LOSS_BYTES
-    table["model.cross_entropy_loss_fusion"] = fused
-    if fused:
-        table["model.cross_entropy_fusion_impl"] = "te"
+    table["model.cross_entropy_loss_fusion"] = plan.cross_entropy_fusion != CrossEntropyFusion.UNFUSED
     if plan.offload_layers != OffloadLayers.NONE:
         table |= {"model.cpu_offloading": True, "model.cpu_offloading_weights": False}
     table |= {"checkpoint.save": None, "checkpoint.load": None}

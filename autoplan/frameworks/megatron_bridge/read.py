@@ -40,11 +40,13 @@ _COMMON = {
     "fp8_param_gather": True,  # mixed_precision.py
     "fp4_param_gather": True,
     "cpu_offloading": False,
+    "cross_entropy_loss_fusion": True,  # models/gpt_provider.py
     "optimizer_offload_fraction": 0.0,  # megatron/core/optimizer/optimizer_config.py
 }
 # Settings of model providers and recipes.
 _PROVIDERS = {"apply_rope_fusion": False}
 _RECIPES = {
+    "cross_entropy_fusion_impl": "te",  # perf_recipes/_common.py
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     "apply_rope_fusion": True,  # perf_recipes/_common.py, as is the next one
@@ -301,12 +303,7 @@ def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Lau
         arguments.defaults["expert_tensor_parallel_size"] = 1
     arguments.remarks += recipe.unread
     arguments.is_partial = any(setting.matters for setting in recipe.unread)
-    # The value in the framework's recipes, which the cost model assumes.
-    arguments.understood |= {
-        "cross_entropy_loss_fusion",
-        "cross_entropy_fusion_impl",
-        "should_pad_vocab",
-    }
+    arguments.understood.add("should_pad_vocab")
     arguments.understood |= {"transformer_layer_spec", "transformer_layer_spec.use_transformer_engine"}
     arguments.understood |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
     for name, item in arguments.arguments.items():

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from autoplan.base.errors import InputError, refuse
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, LaunchVariable, OptionGroup, Target
-from autoplan.frameworks.common.option_table import Constant
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.megatron_lm import flagscale, model_options, options, training_options
 from autoplan.frameworks.megatron_lm.model_options import has_bias
 from autoplan.frameworks.megatron_lm.rules import LIMITS, RULES
 from autoplan.frameworks.megatron_lm.state_options import uses_megatron_fsdp
 from autoplan.frameworks.megatron_lm.table import Part, words
 from autoplan.frameworks.megatron_lm.versions import RELEASES, check_release, lacked
+from autoplan.spec.enums import CrossEntropyFusion
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
@@ -26,10 +27,13 @@ _SCHEDULED_BY = {
     "zb-v": "primus or torchtitan",
     "dualpipe-v": "torchtitan",
 }
-LOSS = Part(
-    "LOSS",
-    "Priced with Transformer Engine's fused loss, which training/arguments.py:1697 refuses: its own keeps more.",
-    ((Constant("cross_entropy_loss_fusion", True, is_switch=True), Constant("cross_entropy_fusion_impl", "native")),),
+# Since 2026-06, in no release yet.
+NO_TE_LOSS = only(
+    "cross_entropy_fusion",
+    CrossEntropyFusion.UNFUSED,
+    CrossEntropyFusion.NATIVE,
+    why="use native",
+    source="training/arguments.py:1697",
 )
 TRAINING = Part("TRAINING", "Yours to choose; of these only evaluation costs time.", training_options.TRAINING)
 DATA = Part(
@@ -47,8 +51,7 @@ _TAKE_ANY_ROPE_BASE = ("Megatron-Bridge",)
 
 def job(plan_file: PlanFile, version: str = "main") -> Job:
     """Return the job that starts the plan in a checkout of Megatron-LM or FlagScale; refuse what a release lacks."""
-    loss = (LOSS,) if plan_file.framework.memory.bytes_per_logit < training_options.FUSED_LOSS_BYTES else ()
-    parts = (*checked_parts(plan_file), *loss, TRAINING)
+    parts = (*checked_parts(plan_file, limits=_limits(version)), TRAINING)
     groups = tuple(_group(part, plan_file) for part in parts)
     if version in RELEASES:
         check_release(groups, version)
@@ -148,14 +151,18 @@ def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
     return ()
 
 
+def _limits(version: str) -> tuple[Rule, ...]:
+    return LIMITS if version in RELEASES else (*LIMITS, NO_TE_LOSS)
+
+
 TARGET = Target(
     name="megatron-lm",
     title="Megatron-LM",
     rules=("megatron-lm", "unknown"),
     job=job,
     versions=("main", *RELEASES, flagscale.VERSION),
-    limits=(*RULES, *LIMITS),
+    limits=(*RULES, *_limits("main")),
     other_limits={release: (*RULES, *LIMITS, *lacked(release)) for release in RELEASES}
-    | {flagscale.VERSION: (*RULES, *LIMITS, *flagscale.LIMITS)},
+    | {flagscale.VERSION: (*RULES, *_limits(flagscale.VERSION), *flagscale.LIMITS)},
     unequal_tp=(flagscale.VERSION,),
 )

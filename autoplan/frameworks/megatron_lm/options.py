@@ -40,6 +40,7 @@ from autoplan.frameworks.megatron_lm.table import (
 from autoplan.frameworks.megatron_lm.training_options import DATA, PRECISION, TRAINING
 from autoplan.spec.enums import (
     ContextParallelKind,
+    CrossEntropyFusion,
     CudaGraphs,
     Dispatcher,
     OffloadLayers,
@@ -269,6 +270,18 @@ def _read_rope(reading: Reading) -> Fields:
     return {"rope_fusion": is_fused}
 
 
+def _write_loss(file: PlanFile) -> dict[str, Value]:
+    fusion = file.best.plan.cross_entropy_fusion
+    is_fused = fusion != CrossEntropyFusion.UNFUSED
+    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": str(fusion)} if is_fused else {}
+
+
+def _read_loss(reading: Reading) -> Fields:
+    arguments, words = reading.arguments, ("native", "te")
+    kind = arguments.word("cross_entropy_fusion_impl", {word: CrossEntropyFusion(word) for word in words}, "native")
+    return {"cross_entropy_fusion": kind} if arguments.flag("cross_entropy_loss_fusion") else {}
+
+
 def _read_batch(reading: Reading) -> Fields:
     arguments = reading.arguments
     for key in ("rampup_batch_size", "step_batch_size_schedule"):
@@ -307,6 +320,10 @@ PLAN: tuple[Line, ...] = (
         switch("moe_router_fusion", "router_fusion", when=_has_experts),
     ),
     (Special("apply_rope_fusion", _write_rope, _read_rope, is_switch=True),),
+    (
+        Special("cross_entropy_loss_fusion", _write_loss, _read_loss, is_switch=True,
+                companions=valued("cross_entropy_fusion_impl")),
+    ),
     *SHARDING,
     (
         switch("overlap_grad_reduce", "grad_reduce_overlap", names=DDP),
@@ -356,7 +373,6 @@ UNWRITTEN: Line = (
     Assumed("outer_dp_sharding_strategy", ("no_shard",), "priced without sharding over the outer replicas", names=DDP),
     Assumed("align_param_gather", names=DDP),
     Assumed("overlap_p2p_comm", (True,), "priced with messages that overlap"),
-    Assumed("cross_entropy_loss_fusion", (False,), "priced as the framework's usual loss"),
     Assumed("bias_swiglu_fusion", (True,), "priced with a fused activation"),
     Assumed("empty_unused_memory_level", (0,), "giving cached memory back is not priced"),
     Assumed("nccl_ub", (False,), "registered communication buffers are not priced", names=DDP),
@@ -370,7 +386,7 @@ UNWRITTEN: Line = (
     Constant("norm_epsilon", names={BRIDGE: "model.layernorm_epsilon"}),
     Constant("use_mcore_models", is_switch=True),
     *(Assumed(key) for key in (  # small effect, or already priced
-        "moe_use_legacy_grouped_gemm", "gradient_accumulation_fusion", "cross_entropy_fusion_impl",
+        "moe_use_legacy_grouped_gemm", "gradient_accumulation_fusion",
         "masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion", "calculate_per_token_loss",
         "apply_layernorm_1p", "tp_comm_overlap_cfg", "cuda_graph_warmup_steps",
         "openai_gelu",

@@ -93,5 +93,3 @@ DATA: tuple[Line, ...] = (
     (Constant("tokenizer_type", "NullTokenizer"),),
 )
 # fmt: on
-
-FUSED_LOSS_BYTES = 4.0  # per logit: an in-place loss keeps less

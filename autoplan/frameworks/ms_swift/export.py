@@ -16,10 +16,10 @@ from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import Part, arguments_of
-from autoplan.frameworks.megatron_lm.training_options import FUSED_LOSS_BYTES
 from autoplan.frameworks.ms_swift.options import BATCHINGS, MEGATRON_NAMES, NOT_ITS, WRITTEN_NAMES
 from autoplan.spec.enums import (
     CodedEnum,
+    CrossEntropyFusion,
     CudaGraphs,
     Dispatcher,
     GradType,
@@ -101,10 +101,8 @@ def _experts(plan_file: PlanFile) -> dict[str, Value]:
 def _kernels(plan_file: PlanFile) -> dict[str, Value]:
     """Return the kernels that differ from its defaults, and the layers that a checkpoint does not define."""
     model = plan_file.model
-    is_fused = plan_file.framework.memory.bytes_per_logit < FUSED_LOSS_BYTES
+    is_fused = plan_file.best.plan.cross_entropy_fusion != CrossEntropyFusion.UNFUSED
     table: dict[str, Value] = {"cross_entropy_loss_fusion": is_fused}
-    if is_fused:
-        table["cross_entropy_fusion_impl"] = "te"
     if model.mla is None or plan_file.best.plan.rope_fusion:
         table["apply_rope_fusion"] = True
     if model.attention_sinks:  # model/utils.py:17

@@ -24,6 +24,7 @@ MEGATRON_DEFAULTS: dict[str, Value] = {
     "moe_token_dispatcher_type": "alltoall",
     "expert_tensor_parallel_size": 1,
     "apply_rope_fusion": False,
+    "cross_entropy_loss_fusion": True,
 }
 # Names of Megatron-LM's arguments by the names in ms-swift.
 MEGATRON_NAMES = {

@@ -18,6 +18,7 @@ from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.frameworks.verl.options import DDP, DTYPE, DYNAMIC, ELSEWHERE, LENGTH, OPTIMIZER, TRANSFORMER, place_of
 from autoplan.spec.enums import (
+    CrossEntropyFusion,
     CudaGraphs,
     GradType,
     MainWeights,
@@ -125,6 +126,7 @@ LIMITS = (
     only("cuda_graphs", CudaGraphs.NONE, why="its micro-batches have unlike shapes", source=_ENGINE),
     only("offload", Offload.NONE, Offload.OPTIMIZER, why="use optimizer", source=_ENGINE),
     only("offload_modules", OffloadModules.NONE, why="leave it out", source=_ENGINE),
+    only("cross_entropy_fusion", CrossEntropyFusion.UNFUSED, why="leave it out", source=_ENGINE),
     only("offload_layers", OffloadLayers.NONE, why="leave it out", source=_ENGINE),
     # The data type of main weights in the precision-aware optimizer is fixed (utils/megatron/optimizer.py:185).
     only("main_weights", MainWeights.FP32, MainWeights.REMAINDERS, why="use fp32", source=_ENGINE),

@@ -1,0 +1,52 @@
+"""Is the cross entropy priced by the kernels that a plan has for it, and read from what launch files choose?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autoplan.api.problem import make_problem
+from autoplan.cost.estimate import estimate
+from autoplan.cost.kernels.memory_bound import memory_bound_s
+from autoplan.cost.kernels.times import head_s
+from autoplan.cost.memory.activations import logit_bytes
+from autoplan.frameworks.presets import load_framework
+from autoplan.spec.enums import CrossEntropyFusion
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from test_megatron_read import read
+
+TOKENS, VOCAB = 4096, 128256
+LOGITS = TOKENS * VOCAB / 2  # of a rank, with tp 2
+
+
+@pytest.mark.parametrize("framework", ["megatron-core", "nemo", "primus"])
+def test_fused_kernels_move_and_hold_less_of_every_logit(framework: str) -> None:
+    problem = make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=TOKENS, framework=framework)
+    plans = [ParallelPlan(global_batch=8, tp=2, dp_shard=4, cross_entropy_fusion=word) for word in CrossEntropyFusion]
+    batch = PlanBatch.of(plans, problem.model.num_layers)
+    assert logit_bytes(problem, batch) == pytest.approx(np.array([8, 8, 2]) * LOGITS)
+    passes = head_s(problem, batch).passes
+    moved_s = memory_bound_s(problem, np.array([26.0, 14.0, 12.0]) * LOGITS)
+    for seconds in (passes.forward_s, passes.backward_s):
+        assert np.diff(seconds) == pytest.approx(np.diff(moved_s))
+    costs = estimate(problem, batch)
+    assert (np.diff(costs.step_s) < 0).all()
+    assert (np.diff(costs.memory_bytes) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "fusion"),
+    [
+        ("", "unfused"),
+        ("--cross-entropy-fusion-impl te", "unfused"),
+        ("--cross-entropy-loss-fusion", "native"),
+        ("--cross-entropy-loss-fusion --cross-entropy-fusion-impl te", "te"),
+    ],
+)
+def test_arguments_of_megatron_lm_choose_them(options: str, fusion: str) -> None:
+    assert read(options).plan.cross_entropy_fusion == fusion
+
+
+def test_every_version_has_its_own_and_no_other() -> None:
+    usual = {"nemo": "te", "nemo-24.07": "native", "megatron-core-0.8": "native", "megatron-core": "unfused"}
+    assert {name: load_framework(name).choice("cross_entropy_fusion") for name in usual} == usual
