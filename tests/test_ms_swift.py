@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +61,19 @@ def test_a_script_of_megatron_is_read() -> None:
     assert read(text.replace("--packing true", ""), LaunchContext()).training.batching == "unpadded"
     padded = text.replace("--packing true", "--padding_free false")
     assert read(padded, LaunchContext()).training.batching == "padded"
+
+
+def test_a_search_from_a_script_finds_what_its_arguments_can_say(tmp_path: Path) -> None:
+    """Megatron-Core alone would be started with HybridEP, which no argument chooses."""
+    (tmp_path / "run.sh").write_text(MEGATRON.format(""))
+    place = {"cluster": "h100-sxm:1x8", "fix": {"ep": 4}}
+    found = autoplan.search(launch_file=tmp_path / "run.sh", **place)
+    assert found.file.best.plan.dispatcher in ("alltoall", "deepep")
+    assert found.file.today is not None
+    assert not found.file.today.no_options
+    elsewhere = autoplan.search(launch_file=tmp_path / "run.sh", framework="megatron-core", **place)
+    assert elsewhere.file.best.plan.dispatcher == "hybridep"
+    assert found.file.best.step_s >= elsewhere.file.best.step_s
 
 
 def test_the_number_of_virtual_stages_is_that_of_a_rank() -> None:

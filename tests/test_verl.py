@@ -154,6 +154,23 @@ def test_the_update_of_an_actor_is_read_and_the_rest_left_alone() -> None:
     assert any("left alone" in unread.why for unread in launch.unread)
 
 
+def test_a_search_from_an_actors_script_lists_its_changes_as_settings_of_the_actor(tmp_path: Path) -> None:
+    actor = "actor_rollout_ref.actor"
+    script = f"""python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml \\
+        data.max_prompt_length=1024 data.max_response_length=2048 actor_rollout_ref.model.path=Qwen/Qwen3-8B \\
+        {actor}.ppo_micro_batch_size_per_gpu=2 {actor}.use_dynamic_bsz=False \\
+        {actor}.megatron.tensor_model_parallel_size=8 trainer.nnodes=1 trainer.n_gpus_per_node=8
+    """
+    (tmp_path / "run.sh").write_text(script)
+    file = autoplan.search(cluster="h100-sxm:1x8", launch_file=tmp_path / "run.sh", fix={"tp": 4}).file
+    assert file.today is not None
+    assert file.space is not None
+    assert file.space.to == "verl"
+    changed = {option.option: (option.before, option.after) for option in file.today.options}
+    assert changed[f"{actor}.megatron.tensor_model_parallel_size"] == ("8", "4")
+    assert all(name.startswith(actor) for name in changed)
+
+
 def test_another_engine_is_refused() -> None:
     script = SFT.replace("$NODES", "1").replace("engine=megatron", "engine=fsdp").format("")
     with pytest.raises(InputError, match="engine 'fsdp' is not read"):

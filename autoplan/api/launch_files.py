@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from autoplan.api.problem import ProblemOptions, check_rank_order, load_model, make_problem
+from autoplan.api.problem import ProblemOptions, check_rank_order, load_framework, load_model, make_problem
 from autoplan.api.results import Result, Table
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import encode
@@ -123,6 +123,13 @@ class LaunchStart:
     options: ProblemOptions
     global_batch: str
     plan: ParallelPlan
+
+    @property
+    def target(self) -> str | None:
+        """Return the export target whose file it is; None for a plan file, and where no plan can be exported for it."""
+        target = TARGETS.get(self.launch.target)
+        framework = load_framework(self.options["framework"])
+        return target.name if target and framework.rules in target.rules else None
 
     def problem(self) -> Problem:
         """Return the problem that the file describes."""
@@ -303,7 +310,7 @@ def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, to: str) 
 
 
 def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, to: str) -> dict[str, str]:
-    """Return the options of a plan exported for `to`, the target of the launch file in a version."""
+    """Return the options of a plan exported for `to`, the file's target in a version, as the launch file names them."""
     cluster, reader = file.cluster, reader_of(started.launch.target)
     files = exported(replace(file, best=plan), to, "torchrun")
     refusal = InputError("none of its files can be read back")
@@ -322,7 +329,8 @@ def _written(started: LaunchStart, file: PlanFile, plan: RankedPlan, to: str) ->
         for written in files:
             if reader.recognises(written.name, written.text):
                 try:
-                    return dict(reader.read(written.text, context).options)
+                    options, in_file = reader.read(written.text, context).options, dict(started.launch.options)
+                    return {reader.name_in(option, in_file): value for option, value in options}
                 except InputError:  # such as a file beside the arguments of a program
                     refusal = InputError(f"{written.name} of the export leaves arguments to the program")
     raise refusal

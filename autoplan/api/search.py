@@ -96,11 +96,12 @@ def search(
     these, and is compared with the best plan; `variables` are its shell variables, `target` its format.
 
     `to` restricts the search to plans that an export target can express, priced as its framework unless the options
-    name one.  `fix` and `at_most` narrow the space ({"tp": 8}), as does `forbid` ("offload", "sharding=zero3"); `allow`
-    adds options that change the numerics of training ("moment_dtype=bf16").  `prefer` is "simple" (the simplest plan
-    that is at most 1 % slower than the fastest, and without launch file), "fastest", or "robust" (with the lowest
-    0.9-quantile of the step time, or the quantile `robust`).  `why` adds what would change the answer.  With
-    objectives, node counts or a run among the `options` (see `RunOptions`), the best plan for those is found.
+    name one; with a `launch_file` and no framework it is the target whose file that is. `fix` and `at_most` narrow the
+    space ({"tp": 8}), as does `forbid` ("offload", "sharding=zero3"); `allow` adds options that change the numerics of
+    training ("moment_dtype=bf16"). `prefer` is "simple" (the simplest plan that is at most 1 % slower than the fastest,
+    and without launch file), "fastest", or "robust" (with the lowest 0.9-quantile of the step time, or the quantile
+    `robust`). `why` adds what would change the answer. With objectives, node counts or a run among the `options` (see
+    `RunOptions`), the best plan for those is found.
     The sampler "bound" proves its answer; tpe, gp, nsga2, cmaes and random try `trials` combinations with a `seed`.
     `workers` processes share the search, together with others that use the same `storage` and `study`.
 
@@ -113,6 +114,8 @@ def search(
     to = priced_target(to, problem_options) if launch_file is None else to
     stated = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
     started, problem = _started(launch_file, load_cluster(cluster), problem_options, variables, target, stated)
+    if started and to is None and "framework" not in problem_options:
+        to = started.target
     batch = started.global_batch if started else str(global_batch)
     question = _Question(
         problem=problem,

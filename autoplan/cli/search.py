@@ -60,7 +60,7 @@ ToOption = Annotated[
     str | None,
     typer.Option(
         metavar="TARGET",
-        help="Consider only plans that this target, NAME or NAME@VERSION, can run; priced as its framework.",
+        help="Consider only plans that this target, NAME or NAME@VERSION, can run; by default that of --from.",
         autocompletion=targets,
     ),
 ]

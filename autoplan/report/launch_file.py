@@ -19,6 +19,7 @@ from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import TrainingSpec
 
 SHOWN_VALUE = 60  # characters shown of an option's value
+LONG_OPTION = 50  # characters of an option beside which a column of 80 has no room for values
 OPTIONS_TITLE = "options, from today's file to the exported file of the best plan"
 
 
@@ -171,12 +172,12 @@ def _alone(change: AxisChange, names: Mapping[str, str], is_rate: bool) -> tuple
 
 
 def not_alone(today: CurrentPlan, names: Mapping[str, str]) -> list[str]:
-    """Return reasons why changes are not possible without others."""
-    return [
-        f"{names.get(change.axis, change.axis)} not alone: {change.why_not}"
-        for change in today.changes
-        if change.why_not
-    ]
+    """Return reasons why changes are not possible without others; why today's plan is refused is said of the plan."""
+    by_reason: dict[str, list[str]] = {}
+    for change in today.changes:
+        if change.why_not and change.why_not not in today.broken:
+            by_reason.setdefault(change.why_not, []).append(names.get(change.axis, change.axis))
+    return [f"{', '.join(axes)} not alone: {reason}" for reason, axes in by_reason.items()]
 
 
 def option_rows(options: Iterable[OptionChange]) -> list[tuple[str, str]]:
@@ -195,8 +196,13 @@ def _print_changes(console: Console, today: CurrentPlan, names: Mapping[str, str
 
 def _print_options(console: Console, options: Sequence[OptionChange]) -> None:
     print_part(console, OPTIONS_TITLE)
+    rows = option_rows(options)
+    if max(len(option) for option, _ in rows) > LONG_OPTION:
+        for option, change in rows:
+            print_part(console, escape(f"{option}: {change}"))
+        return
     grid = labelled()
-    for option, change in option_rows(options):
+    for option, change in rows:
         grid.add_row(escape(option), escape(change))
     print_part(console, grid)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,8 @@ class Reader:
     target: str
     recognises: Callable[[str, str], bool]
     read: Callable[[str, LaunchContext], Launch]  # of the text
+    # Names for a file of the user's own, of which the options are given, of an option in an exported file.
+    name_in: Callable[[str, Mapping[str, str]], str] = lambda option, options: option
 
 
 def priced_as_even(batching: Batching, context: LaunchContext) -> str:

@@ -6,7 +6,7 @@ Rollout, reference and rewards of reinforcement learning are ignored.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
@@ -111,6 +111,15 @@ def _settings(words: Sequence[str]) -> dict[str, tuple[str, str]]:
     return settings
 
 
+def _name_in(setting: str, in_file: Mapping[str, str]) -> str:
+    """Return the name of a setting of the SFT trainer in a script with these settings: an actor's, if it starts one."""
+    if any(name.startswith("actor_rollout_ref.") for name in in_file):
+        for place, prefix in OF_ACTOR.items():
+            if setting.startswith(prefix) and (prefix.endswith(".") or setting == prefix):
+                return place + setting[len(prefix) :]
+    return setting
+
+
 def _arguments(settings: dict[str, tuple[str, str]]) -> Iterator[Argument]:
     """Yield the settings that correspond to arguments of Megatron-LM, by these arguments' names."""
     for name, (option, text) in settings.items():
@@ -178,4 +187,4 @@ def _types(arguments: Options) -> None:
     arguments.defaults["sequence_parallel"] = arguments.count("tensor_model_parallel_size", 1) > 1
 
 
-READER = Reader(target="verl", recognises=recognises, read=read)
+READER = Reader(target="verl", recognises=recognises, read=read, name_in=_name_in)
