@@ -277,6 +277,26 @@ def test_all_reduce_of_4_gib_on_32_b200_with_efa_takes_the_22_05_ms_measured() -
 
 
 @pytest.mark.parametrize(
+    ("nodes", "mebibytes", "measured_s"),
+    [
+        (2, 64, 1.01e-3),
+        (2, 512, 6.64e-3),
+        (4, 64, 1.51e-3),
+        (4, 512, 9.66e-3),
+        (16, 512, 13.29e-3),
+        (16, 2048, 48.2e-3),
+    ],
+)
+def test_all_to_all_of_p5_over_efa_takes_what_nccl_tests_measured(
+    nodes: int, mebibytes: int, measured_s: float
+) -> None:
+    """Tables of 2 to 32 p5.48xlarge (crazyguitar/aws-gpu-communication-benchmark, data/nccl_alltoall.csv)."""
+    topology = compile_topology(load_cluster(f"aws-p5:{nodes}x8"))
+    taken_s = seconds("all_to_all", topology, 1, 8 * nodes, mebibytes * 2**20)
+    assert taken_s == pytest.approx(measured_s, rel=0.12)
+
+
+@pytest.mark.parametrize(
     ("num_bytes", "bus_gb_per_s", "tolerance"), [(8 * 2**20, 186, 0.25), (64 * 2**20, 330, 0.2), (2**29, 365, 0.1)]
 )
 def test_all_reduce_on_eight_h100_follows_the_measured_ring_table(

@@ -674,6 +674,16 @@ def test_an_adapter_that_a_node_has_alone_is_shared_by_its_devices(tmp_path: Pat
     ]
 
 
+def test_a_row_may_name_the_cluster_of_its_device(tmp_path: Path) -> None:
+    named = [LLAMA | {"id": name, "options": f"cluster={name}"} for name in ("h100-sxm", "aws-p5", "aws-p5en")]
+    usual, infiniband, efa, other = runs_of(tmp_path, LLAMA, *named)
+    assert infiniband.problem is not None
+    assert efa.problem is not None
+    assert infiniband.problem == usual.problem
+    assert (infiniband.problem.cluster.network.kind, efa.problem.cluster.network.kind) == ("infiniband", "efa")
+    assert "cluster 'aws-p5en' is none of h100-sxm" in other.refusal
+
+
 def test_a_node_of_eight_v100_of_which_no_network_is_told_has_one_adapter(tmp_path: Path) -> None:
     row = LLAMA | {"gpu": "v100", "gpu_memory_gib": "32", "precision": "fp16"}
     (run,) = runs_of(tmp_path, row)

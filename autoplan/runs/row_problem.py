@@ -9,7 +9,7 @@ from typing import get_args
 
 from autoplan.base.errors import UnpricedError
 from autoplan.base.names import suggestion
-from autoplan.base.units import GIB
+from autoplan.base.units import GIB, listed
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.finetuning import METHODS, load_finetuning, optimizer_named
@@ -224,7 +224,9 @@ def _cluster(row: Row) -> ClusterSpec:
     clusters = _clusters_of_device().get(_sized_gpu(row)) or _clusters_of_device().get(gpu)
     if clusters is None:
         raise UnpricedError(f"gpu {gpu[:40]!r} is not a known device: {suggestion(gpu, tuple(_clusters_of_device()))}")
-    name = clusters[0]
+    name = row.options().get("cluster", clusters[0])
+    if name not in clusters:
+        raise UnpricedError(f"cluster {name[:40]!r} is none of {gpu}: {listed(clusters)}")
     preset_gib = load_cluster(name).device.memory_bytes / GIB
     share = 1.0 if memory_gib is None else memory_gib / preset_gib
     if memory_gib is not None and abs(memory_gib - preset_gib) > 0.5 and abs(share - 1.0) < SAME_MEMORY:
@@ -232,7 +234,8 @@ def _cluster(row: Row) -> ClusterSpec:
         share = 1.0
     num_gpus = row.degree("num_gpus")
     per_node = row.degree("gpus_per_node", load_cluster(name).devices_per_node)
-    name = next((listed for listed in clusters if load_cluster(listed).devices_per_node == per_node), name)
+    if "cluster" not in row.options():
+        name = next((other for other in clusters if load_cluster(other).devices_per_node == per_node), name)
     if per_node == load_cluster(name).levels[-1].num_devices:  # an NVLink domain of several nodes, which share no host
         per_node = load_cluster(name).devices_per_node
     per_node = min(per_node, num_gpus)

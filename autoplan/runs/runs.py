@@ -29,6 +29,7 @@ from autoplan.spec.problem import Problem
 READ_OPTIONS = {
     "activation_offload_layers",
     "chunked_loss",
+    "cluster",
     "cuda_graph",
     "dispatcher",
     "dropout",
