@@ -38,6 +38,7 @@ from autoplan.frameworks.common.rules import legal
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.cluster import load_cluster, preset_clusters
 from autoplan.readers.model import load_model, preset_models
+from autoplan.search.cells import DEGREES, Cell
 from autoplan.search.findings import KEPT
 from autoplan.search.flags import EXTENTS, FORBIDDEN
 from autoplan.search.limits import COUNTS
@@ -45,7 +46,7 @@ from autoplan.search.objectives import OBJECTIVES, Run, costs_of, figures_at, fi
 from autoplan.search.ranking import ordering, seconds_per_sequence
 from autoplan.search.sampler import Sampling
 from autoplan.search.sizes import search_sizes
-from autoplan.search.space import Cell, Space
+from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.axes import AXIS, SEARCHED, Kind, shown
 from autoplan.spec.estimate import VERDICTS
@@ -382,7 +383,7 @@ def wrong_with_plans(priced: Priced, result: SearchResult) -> Iterator[str]:
 
 def cell_of(plan: ParallelPlan) -> Cell:
     """Cell of a plan."""
-    return Cell(**{name: getattr(plan, name) for name in Cell.__slots__})
+    return Cell(**{name: getattr(plan, name) for name in DEGREES})
 
 
 # -- what is told ------------------------------------------------------------------------------------------------------

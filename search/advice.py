@@ -12,9 +12,10 @@ import numpy as np
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import format_bytes, format_percent
 from autoplan.cost.estimate import estimate
+from autoplan.search.cells import Cell
 from autoplan.search.flags import plain_of
 from autoplan.search.limits import Limits, default_limits
-from autoplan.search.space import Cell, Space
+from autoplan.search.space import Space
 from autoplan.spec.axes import AXIS, SEARCHED, Kind, shown
 from autoplan.spec.enums import Offload, Recompute, Schedule, Sharding
 from autoplan.spec.estimate import RISKY_Z

@@ -8,12 +8,8 @@ process.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
-
-from autoplan.search.space import Cell
-
-CELL_AXES = tuple(field.name for field in fields(Cell))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,10 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.search.bounds import first_layers, group_bounds, group_bytes, kind_bounds, kind_costs, plain_bounds
+from autoplan.search.cells import Cell
 from autoplan.search.findings import FITS, RISKY, Incumbents
 from autoplan.search.objectives import Measure, measure_bounds
-from autoplan.search.space import Cell, Space
+from autoplan.search.space import Space
 from autoplan.spec.estimate import OOM_Z, RISKY_Z
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

@@ -21,10 +21,10 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from autoplan.search.blocks import CELL_AXES, Block, BlockOutcome, BlockResult, CellOutcome, NextRound, PriceBlock
+from autoplan.search.blocks import Block, BlockOutcome, BlockResult, CellOutcome, NextRound, PriceBlock
+from autoplan.search.cells import DEGREES, Cell
 from autoplan.search.damage import refusing_damage
 from autoplan.search.sampler import Axes, Sampling, make_sampler
-from autoplan.search.space import Cell
 
 BEAT_S = 1.0  # interval of a worker's heartbeat
 PATIENCE_S = 1.0  # wait for the worker that should queue the next round
@@ -54,8 +54,8 @@ class Ledger:
     ) -> None:
         self._study, self._storage, self._cells = study, storage, cells
         self._made_here, self._grace_s = made_here, grace_s
-        max_degree = max((getattr(cell, axis) for cell in cells for axis in CELL_AXES), default=1)
-        self._distributions: dict[str, BaseDistribution] = {axis: IntDistribution(1, max_degree) for axis in CELL_AXES}
+        max_degree = max((getattr(cell, axis) for cell in cells for axis in DEGREES), default=1)
+        self._distributions: dict[str, BaseDistribution] = {axis: IntDistribution(1, max_degree) for axis in DEGREES}
         self._finished_here: set[int] = set()  # numbers of trials
         self._first_seen_s: dict[Hashable, float] = {}
 

@@ -20,10 +20,11 @@ from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.cost.step import straggler_share
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.bounds import KindCosts, kind_costs
+from autoplan.search.cells import Cell, expert_degrees
 from autoplan.search.layouts import chunk_counts
 from autoplan.search.limits import COUNTS, Limits, divisors
 from autoplan.search.mixed_pipeline_bounds import ROUNDING, PipelineBounds, Ways
-from autoplan.search.space import Cell, Space
+from autoplan.search.space import Space
 from autoplan.search.structures import Equal, Pipelines, Structure, pipelines
 from autoplan.spec.axes import MAX_DEGREE, SEARCHED
 from autoplan.spec.enums import Schedule, Sharding
@@ -111,7 +112,7 @@ class MixedSpace:
                 if not limits.admits("pp", len(way.places)) or (self.equal.tp and not way.has_one_tp):
                     continue
                 tp = way.places[0][1]
-                for ep, etp in first.expert_degrees(tp, way.count * cp * tp, 1):
+                for ep, etp in expert_degrees(problem.model, first.limits, tp, way.count * cp * tp, 1):
                     if all(way.count * cp * degree % (ep * min(etp, degree)) == 0 for _, degree in way.places):
                         degrees_of = {"pp": len(way.places), "tp": tp, "cp": cp, "ep": ep, "etp": etp}
                         cell = Cell(**degrees_of, dp_replicate=1, dp_shard=way.count)

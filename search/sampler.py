@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from autoplan.base.errors import InputError
-from autoplan.search.space import Cell
+from autoplan.search.cells import Cell
 
 if TYPE_CHECKING:
     from optuna.distributions import BaseDistribution

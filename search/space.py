@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -14,6 +13,7 @@ import numpy as np
 from autoplan.base.arrays import Bools, Ints
 from autoplan.frameworks.common.rules import Rule, legal, legal_so_far
 from autoplan.search.axes import parts_of
+from autoplan.search.cells import DEGREES, Cell, cells_of
 from autoplan.search.layouts import searched_layouts
 from autoplan.search.limits import Limits, divisors
 from autoplan.spec.axes import AXIS, COLUMNS, SEARCHED, Value
@@ -39,38 +39,19 @@ _GROUP = ("global_batch", "micro_batch", *(axis.name for axis in _GROUP_WORDS))
 _REPEATS = ("recompute", "recompute_modules", "recompute_num_layers")
 _KIND = ("sharding", *_REPEATS, "offload")
 _INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
-_DEGREES = ("pp", "tp", "cp", "ep", "etp", "dp_replicate", "dp_shard")
 # Axes known for a group and for a kind, so that rules that depend only on these can be evaluated.  Overlap switches may
 # depend on the schedule.
-_KNOWN_OF_GROUP = frozenset((*_DEGREES, *_GROUP, "sp", "precision"))
+_KNOWN_OF_GROUP = frozenset((*DEGREES, *_GROUP, "sp", "precision"))
 _STATES = frozenset(("sharding", "offload"))
 # Offload choices for states without replicas; zero3 also keeps gradients where the optimizer is.
 _ALONE = (("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters"))
-_KNOWN_OF_STATES = _STATES | {*_DEGREES, "sp", "precision"}
+_KNOWN_OF_STATES = _STATES | {*DEGREES, "sp", "precision"}
 _KNOWN_OF_MONOTONE = _STATES | {"precision", "grad_dtype", *(axis.name for axis in _MONOTONE)}
 _KNOWN_OF_KIND = (
     _KNOWN_OF_GROUP | _STATES | {*(axis.name for axis in _MONOTONE)} | {"recompute", "recompute_modules", "ep_overlap"}
 )
 
-_PLAIN = tuple(axis for axis in COLUMNS if axis.name not in (*_DEGREES, *_GROUP))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Cell:
-    """The degrees, which define the process groups; everything else varies inside a cell."""
-
-    pp: int
-    tp: int
-    cp: int
-    ep: int
-    etp: int
-    dp_replicate: int
-    dp_shard: int
-
-    @property
-    def dp(self) -> int:
-        """Data-parallel degree."""
-        return self.dp_replicate * self.dp_shard
+_PLAIN = tuple(axis for axis in COLUMNS if axis.name not in (*DEGREES, *_GROUP))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,7 +113,7 @@ class Space:
 
     def cells(self) -> tuple[Cell, ...]:
         """Factorisations of the devices into degrees, ordered by stages so that neighbours are priced together."""
-        return tuple(sorted(self._cells()))
+        return tuple(sorted(cells_of(self.workload, self.limits)))
 
     def size(self, cells: Iterable[Cell]) -> int:
         """Number of plans in `cells`, before the framework's rules."""
@@ -207,7 +188,7 @@ class Space:
     def _groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         rows = [self._group_rows(cell) for cell in cells]
         owner, values = _expanded(np.arange(len(cells)), rows, len(_GROUP))
-        degrees = {axis: np.array([getattr(cell, axis) for cell in cells], dtype=np.int64)[owner] for axis in _DEGREES}
+        degrees = {axis: np.array([getattr(cell, axis) for cell in cells], dtype=np.int64)[owner] for axis in DEGREES}
         chosen = dict(zip(_GROUP, values.T, strict=True))
         zeros, off = np.zeros(len(owner), dtype=np.int64), np.zeros(len(owner), dtype=np.bool_)
         # Monotone axes have the value with the smallest costs, so that bounds of groups hold.
@@ -282,7 +263,7 @@ class Space:
 
     def _leanest_states(self, groups: PlanBatch) -> tuple[Ints, Ints]:
         """Return (sharding, offload) with the least memory for each group, among those that may be legal."""
-        first, degrees_of = groups.distinct(*_DEGREES)
+        first, degrees_of = groups.distinct(*DEGREES)
         distinct = groups.take(first)
         sharding, offload = np.zeros_like(first), np.zeros_like(first)
         for kind, offloaded in product(self.limits.of("sharding"), self.limits.of("offload")):
@@ -318,56 +299,6 @@ class Space:
     def candidates(self, cells: Sequence[Cell]) -> PlanBatch:
         """Return the plans of `cells` before the framework's rules, to explain why none is legal."""
         return self._candidates(cells)[0]
-
-    def _cells(self) -> Iterator[Cell]:
-        limits, devices = self.limits, self.workload.num_devices
-        batches = limits.global_batches
-        for pp in divisors(devices):
-            if pp > self.workload.model.num_layers or not limits.admits("pp", pp):
-                continue
-            for tp in divisors(devices // pp):
-                if not limits.admits("tp", tp):
-                    continue
-                for cp in divisors(devices // pp // tp):
-                    dp = devices // (pp * tp * cp)
-                    if not limits.admits("cp", cp) or not limits.admits("dp", dp):
-                        continue
-                    if not any(batch % dp == 0 for batch in batches):
-                        continue
-                    for replicate in self._replicates(tp, cp, dp):
-                        for ep, etp in self.expert_degrees(tp, devices // pp, replicate):
-                            yield Cell(
-                                pp=pp, tp=tp, cp=cp, ep=ep, etp=etp, dp_replicate=replicate, dp_shard=dp // replicate
-                            )
-
-    def _replicates(self, tp: int, cp: int, dp: int) -> Iterator[int]:
-        """Numbers of shard-group replicas: one, as many as make a group fill a link domain, or the fixed number."""
-        limits = self.limits
-        free = limits.fixes("dp_replicate", "dp_shard")
-        for replicate in divisors(dp):
-            group = tp * cp * (dp // replicate)
-            natural = replicate == 1 or (cp * (dp // replicate) > 1 and group in limits.shard_domains)
-            if (
-                (free or natural or limits.shards_any_part)
-                and limits.admits("dp_replicate", replicate)
-                and limits.admits("dp_shard", dp // replicate)
-            ):
-                yield replicate
-
-    def expert_degrees(self, tp: int, stage: int, replicate: int) -> Iterator[tuple[int, int]]:
-        """Yield (ep, etp): experts divide over ep; each is whole or split like other matrices unless etp is fixed."""
-        limits, moe = self.limits, self.workload.model.moe
-        if moe is None:
-            if limits.admits("ep", 1) and limits.admits("etp", 1):
-                yield 1, 1
-            return
-        etps = divisors(stage) if limits.fixes("etp") else sorted({1, tp})
-        for ep in divisors(math.gcd(moe.num_experts, stage)):
-            for etp in etps:
-                # Each shard-group replica contains whole expert groups.
-                lawful = stage % (ep * etp * replicate) == 0
-                if lawful and limits.admits("ep", ep) and limits.admits("etp", etp):
-                    yield ep, etp
 
     def _group_rows(self, cell: Cell) -> Ints:
         parts = parts_of(self.workload.model)

@@ -15,7 +15,8 @@ import numpy as np
 
 from autoplan.base.errors import NoPlanError
 from autoplan.cost.estimate import estimate
-from autoplan.search.blocks import CELL_AXES, Block, BlockOutcome, BlockResult, LocalRounds
+from autoplan.search.blocks import Block, BlockOutcome, BlockResult, LocalRounds
+from autoplan.search.cells import DEGREES
 from autoplan.search.findings import FITS, RISKY, Findings, Front, Incumbents, NearBest
 from autoplan.search.frontier import BLOCK_KINDS, Frontier, OpenKinds, best_first
 from autoplan.search.objectives import Measure
@@ -269,5 +270,5 @@ def _ranked(problem: Problem, batch: PlanBatch | None) -> tuple[RankedPlan, ...]
 def _first_of_cells(batch: PlanBatch | None) -> PlanBatch | None:
     if batch is None:
         return None
-    first, _ = batch.distinct(*CELL_AXES)
+    first, _ = batch.distinct(*DEGREES)
     return batch.take(np.sort(first))

@@ -22,10 +22,11 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import BOOKS
 from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.readers.cluster import load_cluster
+from autoplan.search.cells import Cell
 from autoplan.search.flags import CALLED_OTHERWISE, FORBIDDEN_COUNTS, with_flags
 from autoplan.search.layouts import chunk_counts, layouts
 from autoplan.search.limits import Limits, batch_grid, default_limits, divisors
-from autoplan.search.space import Cell, Space
+from autoplan.search.space import Space
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
