@@ -53,7 +53,7 @@ from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.search_result import RankedPlan, SearchResult
+from autoplan.spec.search_result import SearchResult
 
 SEED = 7
 MAX_ENUMERATED = 16_000  # plans of a small problem
@@ -260,10 +260,6 @@ class Priced:
         return np.flatnonzero(self.verdict == min(int(self.verdict.min(initial=2)), 1))
 
 
-def _pace(plan: RankedPlan) -> float:
-    return plan.step_s / plan.plan.global_batch
-
-
 def wrong_with_search(case: Case, priced: Priced, result: SearchResult) -> Iterator[str]:
     """Contradictions of a search by full enumeration."""
     space, certificate = case.space, result.certificate
@@ -288,7 +284,7 @@ def wrong_with_search(case: Case, priced: Priced, result: SearchResult) -> Itera
         yield f"{len(wanted)} plans fit, none was found"
         return
     best = result.ranked[0]
-    if best.plan != batch.plan(int(near[0])) or abs(_pace(best) / pace[near[0]] - 1) > SAME:
+    if best.plan != batch.plan(int(near[0])) or abs(best.s_per_sequence / pace[near[0]] - 1) > SAME:
         yield f"{best.plan.describe()} was found, {batch.plan(int(near[0])).describe()} is best"
     if [plan.plan for plan in result.ranked] != [batch.plan(int(at)) for at in near[:KEPT]]:
         yield f"{len(result.ranked)} of {len(near)} plans within {MARGIN:.0%} are listed, or in another order"
@@ -302,7 +298,7 @@ def wrong_with_gap(case: Case, best: float | None, seed: int) -> Iterator[str]:
         result = search(case.problem, case.space, sampling=Sampling(name="random", trials=3, seed=seed, warm=False))
     except NoPlanError:
         return
-    found, least = _pace(result.ranked[0]), result.certificate.least_left
+    found, least = result.ranked[0].s_per_sequence, result.certificate.least_left
     if best is None or found < best * (1 - SAME):
         yield f"random cells hold a plan of {found}, the best is {best}"
     elif best < found * (1 - SAME) and (
@@ -375,7 +371,7 @@ def wrong_with_plans(priced: Priced, result: SearchResult) -> Iterator[str]:
         yield f"{priced.batch.plan(int(safer[0])).describe()} is {VERDICTS[int(priced.verdict[safer[0]])]}"
     if best is not None:
         pace = np.where(priced.verdict == verdict, priced.pace, np.inf)
-        if pace.min(initial=np.inf) < _pace(best) * (1 - SAME):
+        if pace.min(initial=np.inf) < best.s_per_sequence * (1 - SAME):
             yield f"{priced.batch.plan(int(np.argmin(pace))).describe()} is better than {best.plan.describe()}"
     elif result.closest and len(priced.batch) and priced.memory.min() < result.closest.memory_bytes * (1 - SAME):
         yield "the closest plan is not the one that needs least memory"
@@ -413,7 +409,7 @@ def small(rng: Rng, count: int) -> Tally:
         tally.problems += 1
         result = search(case.problem, case.space)
         priced = Priced.of(case.problem, batch)
-        best = _pace(result.ranked[0]) if result.ranked else None
+        best = result.ranked[0].s_per_sequence if result.ranked else None
         wrong = [
             *wrong_with_search(case, priced, result),
             *wrong_with_gap(case, best, int(rng.integers(1000))),
@@ -473,7 +469,7 @@ def beside_plans(case: Case, rng: Rng, num_plans: int) -> Large | None:
         result=result,
         drawn=len(anywhere.batch) + len(others.batch),
         fitting=len(fitting),
-        nearest=float(fitting.min()) / _pace(best),
+        nearest=float(fitting.min()) / best.s_per_sequence,
         wrong=tuple(
             f"{case.command}: {text}" for priced in (anywhere, others) for text in wrong_with_plans(priced, result)
         ),

@@ -29,7 +29,7 @@ from autoplan.api.plan_result import PlanResult
 from autoplan.api.problem import make_space
 from autoplan.base.errors import NoPlanError
 from autoplan.search.axes import axes_of, differing
-from autoplan.search.choice import is_as_safe, pace
+from autoplan.search.choice import is_as_safe
 from autoplan.search.space import Space
 from autoplan.spec.axes import AXIS, SEARCHED
 from autoplan.spec.plan import SPLIT_SCHEDULES, ParallelPlan
@@ -183,10 +183,12 @@ def check(tally: Tally, case: Case, seed: int) -> None:
         found = answer_of(case, path)
     compare(tally, case, found, started_from(found))
     best = fastest_pace(answer)
-    if keeps_numerics(plans.plan(0), answer.file.best.plan) and not pace(found.file.best) <= best * (1 + TOLERANCE):
+    if keeps_numerics(plans.plan(0), answer.file.best.plan) and not found.file.best.s_per_sequence <= best * (
+        1 + TOLERANCE
+    ):
         tally.wrong.append(
             f"{case.command}: searched from {plans.plan(0).describe()}: {found.file.best.plan.describe()} is "
-            f"{pace(found.file.best) / best - 1:.2%} slower than {answer.file.best.plan.describe()}"
+            f"{found.file.best.s_per_sequence / best - 1:.2%} slower than {answer.file.best.plan.describe()}"
         )
 
 
@@ -200,7 +202,7 @@ def fastest_pace(answer: PlanResult) -> float:
     """Seconds per sequence of the fastest plan, before which a simpler one may stand."""
     certificate = answer.file.certificate
     slower = certificate.slower_than_fastest if certificate else None
-    return pace(answer.file.best) / (1 + (slower or 0.0))
+    return answer.file.best.s_per_sequence / (1 + (slower or 0.0))
 
 
 def compare(tally: Tally, case: Case, answer: PlanResult, changes: Iterator[Change]) -> None:
@@ -216,7 +218,7 @@ def compare(tally: Tally, case: Case, answer: PlanResult, changes: Iterator[Chan
         if not is_as_safe(change.plan, best):
             outcomes["less safe"] += 1
             continue
-        gain = 1 - pace(change.plan) / fastest_pace(answer)
+        gain = 1 - change.plan.s_per_sequence / fastest_pace(answer)
         if gain <= TOLERANCE:
             outcomes["no faster"] += 1
             continue

@@ -31,7 +31,6 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
 from autoplan.runs.predictions import recompute_is_stated
 from autoplan.runs.runs import Run, read_runs
-from autoplan.search.choice import pace
 from autoplan.search.excluded_options import with_excluded_options
 from autoplan.search.placement import place_best
 from autoplan.search.plan_changes import Difference, fastest_path, prices
@@ -270,9 +269,9 @@ def steps_to(recipe: Recipe, best: ParallelPlan) -> tuple[tuple[str, float], ...
     """Return the changes from a recipe to the best plan in a greedy order, each with how much faster it makes it."""
     rules = book_of(recipe.problem.framework).rules
     difference = Difference(problem=recipe.problem, rules=rules, before=recipe.plan, after=best)
-    steps, before_s = [], pace(prices(recipe.problem, [recipe.plan])[0])
+    steps, before_s = [], prices(recipe.problem, [recipe.plan])[0].s_per_sequence
     for step in fastest_path(difference):
-        after_s = pace(step.plan)
+        after_s = step.plan.s_per_sequence
         steps.append((" with ".join(step.axes), before_s / after_s))
         before_s = after_s
     return tuple(steps)

@@ -37,7 +37,6 @@ from autoplan.cost.estimate import estimate
 from autoplan.readers.calibration import calibration_among
 from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.runs import Run, read_runs
-from autoplan.search.choice import pace
 from autoplan.search.ranking import ranked
 from autoplan.search.tune import TrialResult, TunedTrial, tuning_state
 from autoplan.spec.calibration import Calibration
@@ -212,7 +211,9 @@ def in_spoiled_order(group: Group, seed: int) -> Iterator[int]:
 def in_order(group: Group, seed: int) -> Iterator[int]:
     """Order by prediction: plans that fit, then those at risk, then those that do not fit, each the fastest first."""
     level = {"fits": 0, "risky": 1, "oom": 2}
-    yield from sorted(range(len(group.plans)), key=lambda at: (level[group.plans[at].verdict], pace(group.plans[at])))
+    yield from sorted(
+        range(len(group.plans)), key=lambda at: (level[group.plans[at].verdict], group.plans[at].s_per_sequence)
+    )
 
 
 def at_random(group: Group, seed: int) -> Iterator[int]:

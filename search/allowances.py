@@ -8,7 +8,6 @@ from dataclasses import replace
 from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
-from autoplan.search.choice import pace
 from autoplan.search.plan_changes import prices
 from autoplan.search.space import Space
 from autoplan.spec.axes import SEARCHED, shown
@@ -32,7 +31,7 @@ def allowances(problem: Problem, space: Space, best: RankedPlan) -> tuple[Allowa
     }
     rows = []
     for choice, changed in zip(lawful, prices(problem, tuple(lawful.values())), strict=True):
-        ratio, freed = pace(changed) / pace(best), best.memory_bytes - changed.memory_bytes
+        ratio, freed = changed.s_per_sequence / best.s_per_sequence, best.memory_bytes - changed.memory_bytes
         if ratio < 1.0 - MIN_GAIN or (ratio < 1.0 + MIN_GAIN and freed > MIN_FREED * problem.capacity_bytes):
             rows.append(Allowance(choice=choice, plan=changed, ratio=ratio, freed_bytes=freed))
     rows.sort(key=lambda allowance: (allowance.ratio, -allowance.freed_bytes))

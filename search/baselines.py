@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.frameworks.registry import book_of
-from autoplan.search.choice import pace
 from autoplan.search.limits import Limits
 from autoplan.search.space import Space
 from autoplan.search.study import search
@@ -52,5 +51,7 @@ def baseline_plans(problem: Problem, space: Space, result: SearchResult) -> tupl
             continue
         plans_shown.add(plan.plan)
         excess = 0.0 if outcome.rivals else max(plan.memory_bytes - problem.capacity_bytes, 0.0)
-        rows.append(ObviousPlan(family=name, plan=plan, ratio=pace(plan) / pace(best), excess_bytes=excess))
+        rows.append(
+            ObviousPlan(family=name, plan=plan, ratio=plan.s_per_sequence / best.s_per_sequence, excess_bytes=excess)
+        )
     return tuple(rows)

@@ -49,11 +49,6 @@ def spread_of(candidate: RankedPlan) -> float:
     return math.log(candidate.high_s / candidate.low_s) / (2 * NORMAL_90)
 
 
-def pace(candidate: RankedPlan) -> float:
-    """Seconds per sequence, which is comparable between batches."""
-    return candidate.s_per_sequence
-
-
 def is_as_safe(candidate: RankedPlan, reference: RankedPlan) -> bool:
     """Return whether a plan is at least as likely to fit as another one."""
     return VERDICTS.index(candidate.verdict) <= VERDICTS.index(reference.verdict)
@@ -90,7 +85,7 @@ def choice_of(result: SearchResult) -> Confidence:
         return Confidence(runner_up=None, ratio=None, width=None, num_contenders=0, contenders=())
     terms = {name: np.array([candidate.terms_s[name] for candidate in (best, *slower_plans)]) for name in best.terms_s}
     parts, spreads = component_shares(terms), np.array([spread_of(candidate) for candidate in (best, *slower_plans)])
-    ratio = np.array([pace(candidate) for candidate in slower_plans]) / pace(best)
+    ratio = np.array([candidate.s_per_sequence for candidate in slower_plans]) / best.s_per_sequence
     variances = spreads[1:] ** 2 + spreads[0] ** 2
     width = np.exp(NORMAL_90 * ratio_spreads(apart(parts[1:], parts[0]), variances))
     inside = np.flatnonzero(ratio <= width)
@@ -118,7 +113,7 @@ def compared(candidate: RankedPlan, best: RankedPlan) -> Contender:
     differing = apart(*component_shares(terms))
     variances = np.asarray(spread_of(candidate) ** 2 + spread_of(best) ** 2)
     width = float(np.exp(NORMAL_90 * ratio_spreads(differing, variances)))
-    ratio = pace(candidate) / pace(best)
+    ratio = candidate.s_per_sequence / best.s_per_sequence
     return Contender(plan=candidate.plan, ratio=ratio, low=ratio / width, high=ratio * width)
 
 
@@ -132,7 +127,7 @@ def normal_z(quantile: float | None) -> float:
 
 def at_quantile(candidate: RankedPlan, z: float) -> float:
     """Seconds per sequence of a plan, `z` standard deviations (of slower runs) above the prediction."""
-    return pace(candidate) * (candidate.high_s / candidate.step_s) ** (z / NORMAL_90)
+    return candidate.s_per_sequence * (candidate.high_s / candidate.step_s) ** (z / NORMAL_90)
 
 
 def robust_margin(problem: Problem, quantile: float) -> float:
@@ -150,14 +145,14 @@ def robust_order(problem: Problem, result: SearchResult, quantile: float) -> Sea
     is therefore proven if all cells within `robust_margin`, which the search must have used, are among the rivals, and
     none of these would be better even with the minimum spread.
     """
-    z, margin, fastest = normal_z(quantile), robust_margin(problem, quantile), pace(result.rivals[0])
+    z, margin, fastest = normal_z(quantile), robust_margin(problem, quantile), result.rivals[0].s_per_sequence
     rivals = tuple(sorted(result.rivals, key=lambda candidate: at_quantile(candidate, z)))
     old, least = result.certificate, at_quantile(rivals[0], z) * (1 - TIE)
     batch = PlanBatch.of([candidate.plan for candidate in rivals], problem.model.num_layers)
-    floors = np.exp(z * Familiarity.of(problem, batch).least) * [pace(candidate) for candidate in rivals]
+    floors = np.exp(z * Familiarity.of(problem, batch).least) * [candidate.s_per_sequence for candidate in rivals]
     reach = fastest * (1 + margin) * math.exp(z * spread_range(problem)[0])
     # If there are more plans than a search keeps, it drops only plans slower than all kept ones.
-    is_whole = old.priced <= KEPT_WINNERS or max(map(pace, rivals)) >= fastest * (1 + margin)
+    is_whole = old.priced <= KEPT_WINNERS or max(rival.s_per_sequence for rival in rivals) >= fastest * (1 + margin)
     is_whole = is_whole and bool((floors >= least).all()) and reach >= least
     certificate = replace(
         old, quantile=quantile, best_step_s=rivals[0].step_s, proven=old.proven and is_whole, margin=margin

@@ -78,7 +78,7 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
     lawful = np.flatnonzero(legal(universal.RULES, workload, batch))
     costs = estimate(problem, batch.take(lawful))
     order = np.argsort(seconds_per_sequence(costs), kind="stable")
-    pace = best.step_s / plan.global_batch
+    best_s = best.step_s / plan.global_batch
     admitted = legal(rules, workload, batch)[lawful]
     mine = axes_of(problem.model, plan)
     result = []
@@ -93,7 +93,7 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
             Neighbour(
                 changes=changes,
                 plan=near,
-                ratio=near.step_s / near.plan.global_batch / pace,
+                ratio=near.s_per_sequence / best_s,
                 stage=int(costs.worst_stage[at]),
                 needed_bytes=needed,
                 capacity_bytes=capacity,

@@ -21,7 +21,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.estimate import estimate
-from autoplan.search.choice import OWN_SPREAD, first_of_kinds, pace
+from autoplan.search.choice import OWN_SPREAD, first_of_kinds
 from autoplan.search.ranking import seconds_per_sequence
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.measurement import Measurement
@@ -142,9 +142,9 @@ def advise_measurements(
     best, *slower_plans = first_of_kinds(plans)
     if not slower_plans:
         return MeasurementAdvice(best=best, rival=None, probability=1.0, groups=())
-    rivals = sorted(slower_plans, key=pace)[:MAX_RIVALS]
+    rivals = sorted(slower_plans, key=lambda plan: plan.s_per_sequence)[:MAX_RIVALS]
     shares = shares_of(problem, [best, *rivals], groups, timed)
-    leads = np.log([pace(rival) / pace(best) for rival in rivals])
+    leads = np.log([rival.s_per_sequence / best.s_per_sequence for rival in rivals])
     return _advice((best, *rivals), leads, shares, groups)
 
 

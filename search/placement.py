@@ -61,7 +61,7 @@ def place_best(problem: Problem, result: SearchResult) -> SearchResult:
 
     def replaced(plans: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
         better = [placed.get(plan.plan, plan) for plan in plans]
-        return tuple(sorted(better, key=lambda plan: plan.step_s / plan.plan.global_batch))
+        return tuple(sorted(better, key=lambda plan: plan.s_per_sequence))
 
     rivals = replaced(result.rivals)
     limits = (

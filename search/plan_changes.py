@@ -13,7 +13,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import Rule, broken, legal
 from autoplan.search.axes import axes_of, differing, mixed, plan_of, words
-from autoplan.search.choice import is_as_safe, pace
+from autoplan.search.choice import is_as_safe
 from autoplan.search.ranking import TIE, ranked
 from autoplan.spec.explanation import AxisChange, WalkStep
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -103,14 +103,16 @@ def fastest_path(difference: Difference) -> tuple[WalkStep, ...]:
     previous plan, two are made at once, then three, finally all remaining ones.
     """
     axes, last = difference.axes(), prices(difference.problem, [difference.after])[0]
-    before_s = min((pace(candidate) for candidate in safe_mixes(difference, [()], last).values()), default=math.inf)
+    before_s = min(
+        (candidate.s_per_sequence for candidate in safe_mixes(difference, [()], last).values()), default=math.inf
+    )
     done: tuple[str, ...] = ()
     steps: list[WalkStep] = []
     while len(done) < len(axes):
         remaining = [axis for axis in axes if axis not in done]
         added, plan = _next(difference, done, remaining, last, before_s)
         steps.append(WalkStep(axes=added, plan=plan))
-        done, before_s = (*done, *added), pace(plan)
+        done, before_s = (*done, *added), plan.s_per_sequence
     return tuple(steps)
 
 
@@ -122,9 +124,9 @@ def _next(
     for size in range(1, min(MAX_AT_ONCE, len(remaining)) + 1):
         mixes = safe_mixes(difference, [(*done, *more) for more in combinations(remaining, size)], last)
         if mixes:
-            best = min(mixes, key=lambda changed: pace(mixes[changed]))
+            best = min(mixes, key=lambda changed: mixes[changed].s_per_sequence)
             step = best[len(done) :], mixes[best]
-            if pace(mixes[best]) < before_s:
+            if mixes[best].s_per_sequence < before_s:
                 return step
             slower = slower or step
     return slower or (tuple(remaining), last)
@@ -157,9 +159,9 @@ def nearest_equal(problem: Problem, rules: tuple[Rule, ...], before: ParallelPla
         equal = [
             candidate
             for candidate in mixes.values()
-            if pace(candidate) <= pace(best) * (1 + TIE)
+            if candidate.s_per_sequence <= best.s_per_sequence * (1 + TIE)
             and len(replace(difference, after=candidate.plan).axes()) < len(axes)
         ]
         if not equal:
             return best
-        best = min(equal, key=pace)
+        best = min(equal, key=lambda plan: plan.s_per_sequence)

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
-from autoplan.search.choice import at_quantile, kind_of, normal_z, pace
+from autoplan.search.choice import at_quantile, kind_of, normal_z
 from autoplan.search.findings import KEPT
 from autoplan.search.ranking import TIE, seconds_per_sequence
 from autoplan.search.space import Space
@@ -139,7 +139,7 @@ class _Contenders:
         ordered = sorted((*result.ranked, *result.rivals), key=lambda plan: at_quantile(plan, z))
         slower_plans = [plan for plan in {plan.plan: plan for plan in ordered}.values() if plan.plan != best.plan]
         if len(slower_plans) >= MAX_PLANS:
-            margin = min(margin, pace(slower_plans[MAX_PLANS - 1]) / pace(best) - 1.0)
+            margin = min(margin, slower_plans[MAX_PLANS - 1].s_per_sequence / best.s_per_sequence - 1.0)
         plans = (best, *slower_plans[: MAX_PLANS - 1])
         numbers: dict[Hashable, int] = {}
         kinds = [numbers.setdefault(kind_of(plan.plan), len(numbers)) for plan in plans]
@@ -147,7 +147,7 @@ class _Contenders:
             plans=plans,
             batch=PlanBatch.of([plan.plan for plan in plans], problem.model.num_layers),
             kinds=np.array(kinds, dtype=np.int64),
-            scale=np.array([at_quantile(plan, z) / pace(plan) for plan in plans]),
+            scale=np.array([at_quantile(plan, z) / plan.s_per_sequence for plan in plans]),
             margin=margin if result.certificate.quantile is None else -1.0,
         )
 
@@ -258,7 +258,7 @@ def _less_memory(problem: Problem, contenders: _Contenders) -> Iterator[Flip]:
             least = min(least, plan.memory_bytes)
         elif plan.memory_bytes < least:
             factor = least / _safe_share(problem) / problem.capacity_bytes
-            is_proven = pace(plan) <= pace(best) * (1.0 + contenders.margin)
+            is_proven = plan.s_per_sequence <= best.s_per_sequence * (1.0 + contenders.margin)
             yield Flip(quantity="device memory", factor=factor, plan=plan.plan, is_proven=is_proven)
             return
 
@@ -274,9 +274,11 @@ def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterat
     better = [plan for plan in better if kind_of(plan.plan) != kind_of(best.plan)]
     if not better:
         return
-    first = min(better, key=lambda plan: (plan.memory_bytes, pace(plan)))
+    first = min(better, key=lambda plan: (plan.memory_bytes, plan.s_per_sequence))
     # A search finds all plans within its margin, and keeps a limited number.
-    is_complete = pace(best) <= pace(with_room.rivals[0]) * (1.0 + MARGIN) and len(with_room.ranked) < KEPT
+    is_complete = (
+        best.s_per_sequence <= with_room.rivals[0].s_per_sequence * (1.0 + MARGIN) and len(with_room.ranked) < KEPT
+    )
     factor = first.memory_bytes / _safe_share(problem) / problem.capacity_bytes
     is_proven = is_complete and result.certificate.quantile is None
     yield Flip(quantity="device memory", factor=factor, plan=first.plan, is_proven=is_proven)

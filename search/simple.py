@@ -11,7 +11,7 @@ import numpy as np
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.axes import axes_of, plan_of
-from autoplan.search.choice import is_as_safe, pace
+from autoplan.search.choice import is_as_safe
 from autoplan.search.limits import Limits, divisors
 from autoplan.search.plan_changes import Difference, prices, safe_mixes
 from autoplan.search.space import Space
@@ -29,19 +29,21 @@ MAX_RIVALS = 4  # best plans of other degrees that are simplified in addition to
 def simplest_first(problem: Problem, space: Space, result: SearchResult) -> SearchResult:
     """Return `result` led by the plan with the fewest options that is as safe and at most `MAX_SLOWER` slower."""
     fastest, *slower_plans = result.rivals
-    slowest = pace(fastest) * (1 + MAX_SLOWER)
+    slowest = fastest.s_per_sequence * (1 + MAX_SLOWER)
     near = [
         candidate
         for candidate in slower_plans[:MAX_RIVALS]
-        if pace(candidate) <= slowest and is_as_safe(candidate, fastest)
+        if candidate.s_per_sequence <= slowest and is_as_safe(candidate, fastest)
     ]
     simplified_plans = [simplified(problem, space, candidate, slowest) for candidate in (fastest, *near)]
-    _, simplest = min(simplified_plans, key=lambda counted: (_parts(*counted), pace(counted[1])))
+    _, simplest = min(simplified_plans, key=lambda counted: (_parts(*counted), counted[1].s_per_sequence))
     if simplest.plan == fastest.plan:
         return result
     rivals = (simplest, *(candidate for candidate in result.rivals if candidate.plan != simplest.plan))
     ranked = (simplest, *(candidate for candidate in result.ranked if candidate.plan != simplest.plan))
-    certificate = replace(result.certificate, slower_than_fastest=pace(simplest) / pace(fastest) - 1.0)
+    certificate = replace(
+        result.certificate, slower_than_fastest=simplest.s_per_sequence / fastest.s_per_sequence - 1.0
+    )
     return replace(result, ranked=ranked, rivals=rivals, certificate=certificate)
 
 
@@ -54,8 +56,8 @@ def _parts(num_options: int, candidate: RankedPlan) -> tuple[int, bool, int]:
 
 def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float) -> tuple[int, RankedPlan]:
     """Set options to plain values, the cheapest first, up to `slowest` seconds per sequence: (options left, plan)."""
-    even = [candidate for candidate in _evened(problem, space, start) if pace(candidate) <= slowest]
-    simplest = min(even, key=pace, default=start)
+    even = [candidate for candidate in _evened(problem, space, start) if candidate.s_per_sequence <= slowest]
+    simplest = min(even, key=lambda plan: plan.s_per_sequence, default=start)
     for keeps_cp in (False, True):
         try:
             plain = _plain(problem, space.limits, simplest.plan, keeps_cp=keeps_cp)
@@ -68,10 +70,10 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
     axes = difference.axes()
     while axes:
         fewer = safe_mixes(difference, [tuple(axis for axis in axes if axis != left_axis) for left_axis in axes], start)
-        near = {axes: candidate for axes, candidate in fewer.items() if pace(candidate) <= slowest}
+        near = {axes: candidate for axes, candidate in fewer.items() if candidate.s_per_sequence <= slowest}
         if not near:
             break
-        axes = min(near, key=lambda subset: pace(near[subset]))
+        axes = min(near, key=lambda subset: near[subset].s_per_sequence)
         simplest = near[axes]
     return len(axes), simplest
 

@@ -239,7 +239,7 @@ def _result(frontier: Frontier, findings: Findings) -> SearchResult:
     least_left, proven = None, bool(plans)
     if isinstance(incumbents, NearBest):
         # All cells whose plans are completely known by the bounds.
-        plans = tuple(plan for plan in plans if plan.step_s / plan.plan.global_batch <= incumbents.bar)
+        plans = tuple(plan for plan in plans if plan.s_per_sequence <= incumbents.bar)
         skipped = incumbents.least_skipped
         least_left = skipped / incumbents.best if plans and math.isfinite(skipped) else None
         proven = bool(plans) and skipped >= incumbents.best

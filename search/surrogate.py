@@ -18,7 +18,7 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.cost.calibration import FACTOR_SPREAD
 from autoplan.cost.spreads import component_shares
-from autoplan.search.choice import OWN_SPREAD, pace
+from autoplan.search.choice import OWN_SPREAD
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.search_result import RankedPlan
 
@@ -85,7 +85,7 @@ class Surrogate:
     @classmethod
     def of(cls, plans: Sequence[RankedPlan], measured: Sequence[MeasuredPlan] = ()) -> Surrogate:
         """Fit the surrogate to `plans`, of which some were measured."""
-        predicted = np.log([pace(plan) for plan in plans])
+        predicted = np.log([plan.s_per_sequence for plan in plans])
         parts = component_shares({name: np.array([plan.terms_s[name] for plan in plans]) for name in plans[0].terms_s})
         alike = np.minimum(parts[:, None, :], parts[None, :, :]).sum(axis=-1)
         factors = COMMON_SPREAD**2 + FACTOR_SPREAD**2 * alike

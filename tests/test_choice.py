@@ -18,7 +18,6 @@ from autoplan.search.choice import (
     distinct,
     kind_of,
     normal_z,
-    pace,
     ratio_spreads,
     robust_margin,
     robust_order,
@@ -74,7 +73,7 @@ def test_contenders_are_the_plans_of_other_kinds_in_the_interval(found: SearchRe
     best, *others = distinct(found)
     assert best == found.rivals[0]
     assert choice.runner_up == others[0]
-    assert choice.ratio == pytest.approx(pace(others[0]) / pace(best))
+    assert choice.ratio == pytest.approx(others[0].s_per_sequence / best.s_per_sequence)
     kinds = [kind_of(best.plan), *(kind_of(contender.plan) for contender in choice.contenders)]
     assert len(set(kinds)) == len(kinds)
     assert all(contender.low <= 1 <= contender.ratio <= contender.high for contender in choice.contenders)
@@ -150,7 +149,7 @@ def test_what_a_full_ranking_may_have_dropped_is_not_proven() -> None:
     problem, space = make(calibration=Calibration(time_spread=0.05, pipeline_time_spread=0.2))
     result = search(problem, space)
     certificate = replace(result.certificate, priced=10**6)
-    near = tuple(rival for rival in result.rivals if pace(rival) < 1.05 * pace(result.rivals[0]))
+    near = tuple(rival for rival in result.rivals if rival.s_per_sequence < 1.05 * result.rivals[0].s_per_sequence)
     assert not robust_order(problem, replace(result, rivals=near, certificate=certificate), 0.9).certificate.proven
 
 
@@ -158,4 +157,4 @@ def test_figures_of_a_plan_are_those_that_the_spread_was_made_of() -> None:
     problem, space = make(calibration=Calibration(time_spread=0.07))
     batch, _ = space.plans(space.cells()[:1])
     one = ranked(problem, estimate(problem, batch), [0])[0]
-    assert at_quantile(one, 1.0) == pytest.approx(pace(one) * math.exp(0.07))
+    assert at_quantile(one, 1.0) == pytest.approx(one.s_per_sequence * math.exp(0.07))

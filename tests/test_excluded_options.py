@@ -9,7 +9,6 @@ import pytest
 import autoplan
 from autoplan.api.page import _front
 from autoplan.api.tuning import _searched
-from autoplan.search.choice import pace
 from autoplan.search.excluded_options import switched, with_excluded_options, with_options_of
 from autoplan.search.space import Space
 from autoplan.search.study import search
@@ -32,7 +31,7 @@ def test_what_is_best_with_an_option_is_searched_and_proven() -> None:
     poor, best = found.rivals[0], wanted.rivals[0]
     assert (poor.plan.sp, best.plan.sp) == (False, True)
     assert replace(poor.plan, sp=True) != best.plan
-    assert pace(best) < pace(poor)
+    assert best.s_per_sequence < poor.s_per_sequence
     _, result = with_excluded_options(problem, space, found, ())
     assert result.rivals[0] == result.ranked[0] == best
     assert result.certificate == wanted.certificate
@@ -69,7 +68,7 @@ def test_micro_batches_grow_beyond_the_space_where_that_helps() -> None:
     wider, result = with_excluded_options(problem, space, found, ())
     best = result.rivals[0]
     assert best.plan.micro_batch > 16
-    assert pace(best) < pace(found.rivals[0])
+    assert best.s_per_sequence < found.rivals[0].s_per_sequence
     assert wider.limits.admits("micro_batch", best.plan.micro_batch)
     assert f"micro_batch <= {best.plan.micro_batch}" in result.certificate.limits
     bounded = SpaceFlags(global_batch="4096", at_most=("micro-batch=16",)).barred

@@ -19,7 +19,6 @@ from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
 from autoplan.report.explain import _versus_flag
 from autoplan.search.axes import axes_of, differing
-from autoplan.search.choice import pace
 from autoplan.search.explain import MIN_GAIN, changed, explain, versus
 from autoplan.search.ranking import ranked
 from autoplan.spec.explanation import Explanation
@@ -51,7 +50,7 @@ def test_neighbours_are_what_their_changes_say_and_cost_what_an_estimate_does() 
     for near in (*found.changes, *found.better):
         assert tuple(axis for axis, _, _ in near.changes) == differing(mine, axes_of(problem.model, near.plan.plan))
         assert near.plan.step_s == price(problem, near.plan.plan).step_s
-        assert near.ratio == pytest.approx(pace(near.plan) / pace(found.plan))
+        assert near.ratio == pytest.approx(near.plan.s_per_sequence / found.plan.s_per_sequence)
         assert near.broken == broken(rules, problem.workload, near.plan.plan)
         stages = stage_costs(problem, near.plan.plan)
         assert near.stage == np.argmax([stage.memory_bytes for stage in stages])

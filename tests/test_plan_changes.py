@@ -14,7 +14,7 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.search.axes import axes_of, differing, plan_of, words
-from autoplan.search.choice import compared, pace
+from autoplan.search.choice import compared
 from autoplan.search.plan_changes import Difference, changes, fastest_path, nearest_equal, prices
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import Experts
@@ -122,7 +122,7 @@ def test_what_costs_nothing_stays_as_it_is(case: tuple[Problem, ParallelPlan, Pa
     problem, before, after = case
     best = prices(problem, [after])[0]
     kept = nearest_equal(problem, RULES, before, best)
-    assert pace(kept) <= pace(best) * (1 + 1e-8)
+    assert kept.s_per_sequence <= best.s_per_sequence * (1 + 1e-8)
     assert VERDICTS.index(kept.verdict) <= VERDICTS.index(best.verdict)
     assert not broken(RULES, problem.workload, kept.plan)
     # No other axis can go back for nothing.

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from autoplan.frameworks.common.rules import broken
-from autoplan.search.choice import pace
 from autoplan.search.plan_changes import prices
 from autoplan.search.simple import MAX_SLOWER, simplest_first, simplified
 from autoplan.search.space import Space
@@ -41,7 +40,7 @@ def test_the_simplest_plan_is_legal_as_safe_and_hardly_slower(changes: dict[str,
     problem, space, result = searched(**changes)
     fastest, named = result.rivals[0], simplest_first(problem, space, result)
     best = named.rivals[0]
-    assert pace(fastest) <= pace(best) <= pace(fastest) * (1 + MAX_SLOWER)
+    assert fastest.s_per_sequence <= best.s_per_sequence <= fastest.s_per_sequence * (1 + MAX_SLOWER)
     assert VERDICTS.index(best.verdict) <= VERDICTS.index(fastest.verdict)
     assert not broken(space.rules, problem.workload, best.plan)
     assert prices(problem, [best.plan])[0] == best
@@ -49,7 +48,7 @@ def test_the_simplest_plan_is_legal_as_safe_and_hardly_slower(changes: dict[str,
     if best == fastest:
         assert named == result
     else:
-        assert named.certificate.slower_than_fastest == pytest.approx(pace(best) / pace(fastest) - 1)
+        assert named.certificate.slower_than_fastest == pytest.approx(best.s_per_sequence / fastest.s_per_sequence - 1)
         assert named.certificate.best_step_s == result.certificate.best_step_s
         assert fastest in named.rivals
     assert not changes.get("fix") or best.plan.cp == 2
@@ -61,12 +60,12 @@ def test_options_that_bring_next_to_nothing_go() -> None:
     start = priced(
         problem, pp=2, vp=5, schedule="interleaved", dp_shard=8, layers_per_chunk=(2, 2, 2, 3, 3, 3, 3, 2, 2, 2)
     )
-    left, found = simplified(problem, space, start, pace(start) * (1 + MAX_SLOWER))
+    left, found = simplified(problem, space, start, start.s_per_sequence * (1 + MAX_SLOWER))
     assert found.plan.layers_per_chunk is None
     assert found.plan.vp in (4, 6)
     assert left == 1  # the interleaving
     offloaded = priced(problem, tp=2, sp=True, dp_shard=8, offload="optimizer")
-    _, found = simplified(problem, space, offloaded, pace(offloaded) * (1 + MAX_SLOWER))
+    _, found = simplified(problem, space, offloaded, offloaded.s_per_sequence * (1 + MAX_SLOWER))
     assert found.plan.offload == "none"
     assert found.plan.tp == 2
 
@@ -74,15 +73,15 @@ def test_options_that_bring_next_to_nothing_go() -> None:
 def test_options_that_memory_needs_or_that_bring_much_stay() -> None:
     problem, space = make(model=LARGE, forbid=())
     needed = priced(problem, tp=8, sp=True, dp_shard=2, micro_batch=16, recompute="full")
-    _, found = simplified(problem, space, needed, pace(needed) * (1 + MAX_SLOWER))
+    _, found = simplified(problem, space, needed, needed.s_per_sequence * (1 + MAX_SLOWER))
     assert (needed.verdict, found.plan.recompute) == ("fits", "full")
     interleaved = priced(problem, tp=4, sp=True, pp=4, vp=4, schedule="interleaved")
-    _, found = simplified(problem, space, interleaved, pace(interleaved) * (1 + MAX_SLOWER))
+    _, found = simplified(problem, space, interleaved, interleaved.s_per_sequence * (1 + MAX_SLOWER))
     assert found.plan.schedule == "interleaved"
 
 
 def test_limits_of_the_user_stay() -> None:
     problem, space = make(model=DENSE, forbid=(), fix=("offload=optimizer",))
     offloaded = priced(problem, tp=2, sp=True, dp_shard=8, offload="optimizer")
-    _, found = simplified(problem, space, offloaded, pace(offloaded) * (1 + MAX_SLOWER))
+    _, found = simplified(problem, space, offloaded, offloaded.s_per_sequence * (1 + MAX_SLOWER))
     assert found.plan.offload == "optimizer"

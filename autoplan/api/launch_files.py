@@ -20,7 +20,7 @@ from autoplan.frameworks.common.rules import Rule, broken
 from autoplan.frameworks.launch_files import read_launch, read_launch_on, reader_of
 from autoplan.frameworks.registry import TARGETS, book_of
 from autoplan.launch.targets import exported
-from autoplan.search.choice import compared, pace
+from autoplan.search.choice import compared
 from autoplan.search.plan_changes import Difference, changes, fastest_path, nearest_equal, prices
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
@@ -159,7 +159,9 @@ class LaunchStart:
             broken=_faults(problem, plan),
             priced=priced,
             gap=compared(priced, file.best) if priced else None,
-            num_faster=sum(pace(rival) < pace(priced) * (1 - TIE) for rival in rivals) if priced else 0,
+            num_faster=sum(rival.s_per_sequence < priced.s_per_sequence * (1 - TIE) for rival in rivals)
+            if priced
+            else 0,
             changes=axis_changes,
             walk=steps,
             options=(),

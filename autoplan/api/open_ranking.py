@@ -17,7 +17,6 @@ from autoplan.profiler.lookup_tasks import Lookups, lookup_tasks
 from autoplan.profiler.protocol import BESIDE, Hello, Task
 from autoplan.profiler.record import Mode
 from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, reference_s
-from autoplan.search.choice import pace
 from autoplan.search.measurement_value import (
     MeasurementAdvice,
     OperationGroup,
@@ -145,7 +144,7 @@ class OpenRanking:
 
     def _ranked(self, problem: Problem) -> list[RankedPlan]:
         costs = estimate(problem, PlanBatch.of(self._plans, problem.model.num_layers))
-        return sorted(ranked(problem, costs, range(len(self._plans))), key=pace)
+        return sorted(ranked(problem, costs, range(len(self._plans))), key=lambda plan: plan.s_per_sequence)
 
 
 def _group(problem: Problem, family: str, setting: str, tasks: list[RankedTask]) -> OperationGroup:

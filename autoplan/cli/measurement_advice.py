@@ -9,7 +9,6 @@ from rich.console import Console
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.profiler.tasks import RankedTask
 from autoplan.report.terminal import print_table
-from autoplan.search.choice import pace
 from autoplan.search.measurement_value import MeasurementAdvice
 from autoplan.spec.search_result import RankedPlan
 
@@ -56,7 +55,7 @@ def print_ranking(
         f"{best.plan.describe()}: {format_seconds(best.step_s)} per step"
     )
     for ranked in ranking[1:4]:
-        console.print(f"  {100 * (pace(ranked) / pace(best) - 1):+.1f} %  {ranked.plan.describe()}")
+        console.print(f"  {100 * (ranked.s_per_sequence / best.s_per_sequence - 1):+.1f} %  {ranked.plan.describe()}")
     if not is_same:
         console.print("search again with --timings db to rank all plans by the measurements")
 

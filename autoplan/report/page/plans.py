@@ -49,7 +49,7 @@ def plans(content: PlanContent) -> Markup | None:
     shown = (file.best, *file.alternatives[: SHOWN_PLANS - 1])
     if len(shown) == 1:
         return None
-    slowest = max(_per_sequence(plan) for plan in shown)
+    slowest = max(plan.s_per_sequence for plan in shown)
     return section(
         "plans",
         "The best plans side by side",
@@ -63,10 +63,6 @@ def plans(content: PlanContent) -> Markup | None:
         ),
         _lost(file),
     )
-
-
-def _per_sequence(plan: RankedPlan) -> float:
-    return plan.step_s / plan.plan.global_batch
 
 
 def _ranking(shown: Sequence[RankedPlan], slowest: float) -> Iterator[tuple[Child, Markup, str, str]]:
@@ -182,7 +178,7 @@ def _summary(front: Sequence[RankedPlan]) -> str:
     return (
         f"{len(front)} plans are beaten by no other in both. The one with the least memory takes "
         f"{format_bytes(fastest.memory_bytes - smallest.memory_bytes)} less than the fastest and is "
-        f"{format_percent(_per_sequence(smallest) / _per_sequence(fastest) - 1)} slower."
+        f"{format_percent(smallest.s_per_sequence / fastest.s_per_sequence - 1)} slower."
     )
 
 
