@@ -169,9 +169,7 @@ def _print_imported(imported: Imported) -> None:
 
 
 def _cells(imported_log: ImportedRun) -> tuple[str, ...]:
-    from rich.markup import escape
-
     run = imported_log.run
     came = format_seconds(run.seconds) if run.seconds else {"oom": "out of memory"}.get(run.status, run.status)
-    texts = (escape(imported_log.log), run.framework, run.plan.describe(), str(run.plan.num_devices), came)
+    texts = (imported_log.log, run.framework, run.plan.describe(), str(run.plan.num_devices), came)
     return (*texts, format_seconds(imported_log.predicted_s))

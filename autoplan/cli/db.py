@@ -399,11 +399,9 @@ def _print_listed(
 def _print_rows(
     columns: Mapping[str, Callable[[Row], object]], rows: Sequence[Row], *, numbers: Collection[str]
 ) -> None:
-    from rich.markup import escape
-
     from autoplan.report.terminal import make_console, print_table
 
-    cells = [[escape(str(value(row))) for value in columns.values()] for row in rows]
+    cells = [[str(value(row)) for value in columns.values()] for row in rows]
     print_table(make_console(), [(name, name in numbers) for name in columns], cells)
 
 

@@ -25,17 +25,17 @@ def doctor(
     if json:
         typer.echo(encode(checkup), nl=False)
         return
-    from rich.markup import escape
+    from rich.text import Text
 
-    from autoplan.report.terminal import labelled, make_console, print_part
+    from autoplan.report.terminal import Cell, bold, make_console, print_lines
 
     styles = {"ok": "green", "absent": "dim", "problem": "bold red"}
     console = make_console()
-    grid = labelled(columns=3)
+    lines: list[tuple[Cell, ...]] = []
     for check in checkup.checks:
-        grid.add_row(check.part, f"[{styles[check.state]}]{check.state}[/]", escape(check.says))
+        lines.append((check.part, Text(check.state, style=styles[check.state]), check.says))
         if check.remedy:
-            grid.add_row("", "", f"[bold]-> {escape(check.remedy)}[/]")
-    print_part(console, grid)
+            lines.append(("", "", bold(f"-> {check.remedy}")))
+    print_lines(console, lines)
     problems = checkup.num_problems
     console.print(f"\n{problems} problem{'s' * (problems != 1)}" if problems else "\nno problems")

@@ -18,12 +18,10 @@ def list(  # named as the command is
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List the built-in models, clusters, devices, frameworks or export targets."""
-    from rich.markup import escape  # not needed for help
-
     listed = api.listing.known(kind)
     if json:
         typer.echo(json_module.dumps([*listed], indent=2))
         return
     columns = [(name, name in api.listing.NUMBERS) for name in listed.columns]
-    rows = [[escape(str(cell)) for cell in row] for row in listed.rows]
+    rows = [[str(cell) for cell in row] for row in listed.rows]
     report.terminal.print_table(report.terminal.make_console(), columns, rows)

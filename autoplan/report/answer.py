@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds, format_two_figures
 from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.cost.kernels.sequences import tokens_per_sample, useful
 from autoplan.report.ranking import MIN_OFF, SHOWN_PLANS, choice_lines, print_ranking, reasons, slower, why_first
-from autoplan.report.terminal import labelled, number_ranges, print_part, repetitions
+from autoplan.report.terminal import number_ranges, print_lines, print_part, repetitions
 from autoplan.spec.estimate import datasheet_peak
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import TRAITS
@@ -53,24 +53,12 @@ def print_search(console: Console, file: PlanFile, *, details: bool = False) -> 
         print_lines(console, lines)
 
 
-def print_lines(console: Console, lines: Iterable[tuple[str, str]]) -> None:
-    """Print texts with their labels."""
-    grid = labelled()
-    for label, text in lines:
-        grid.add_row(label, escape(text))
-    print_part(console, grid)
-
-
 def print_answer(console: Console, file: PlanFile) -> None:
     """Print the question, and the plan with its figures."""
-    print_part(console, escape(headline(file)))
+    print_part(console, headline(file))
     console.print()
-    grid = labelled()
-    plan, *lines = answer_lines(file)
-    grid.add_row(plan[0], f"[bold green]{escape(plan[1])}[/]")
-    for label, text in lines:
-        grid.add_row(label, escape(text))
-    print_part(console, grid)
+    (label, plan), *lines = answer_lines(file)
+    print_lines(console, [(label, Text(plan, style="bold green")), *lines])
 
 
 def headline(file: PlanFile) -> str:

@@ -9,11 +9,10 @@ from itertools import pairwise
 from xml.sax.saxutils import escape
 
 from rich.console import Console
-from rich.markup import escape as escape_markup
 
 from autoplan.base.units import format_days
 from autoplan.report.run_report import Row, print_runs
-from autoplan.report.terminal import labelled, print_part
+from autoplan.report.terminal import print_lines
 from autoplan.spec.run_report import RunFigures, SizeOutcome
 
 WIDTH, HEIGHT, MARGIN = 860, 480, 70
@@ -64,7 +63,7 @@ def print_compared(console: Console, compared: Sequence[Compared]) -> None:
     ]
     print_runs(console, ("cluster", "nodes"), rows)
     console.print()
-    grid = labelled()
+    lines = []
     planned = [entry for entry in compared if entry.outcome.best]
     safe = [entry for entry in planned if entry.outcome.best and entry.outcome.best.plan.verdict == "fits"]
     for label, cost, shown in BEST:
@@ -77,8 +76,8 @@ def print_compared(console: Console, compared: Sequence[Compared]) -> None:
             _, best = min(costs, key=lambda pair: pair[0])
             assert best.outcome.best is not None
             nodes = f"{best.outcome.num_nodes} node{'s' if best.outcome.num_nodes > 1 else ''}"
-            grid.add_row(label, escape_markup(f"{best.cluster}, {nodes}: {shown(best.outcome.best.figures)}"))
-    print_part(console, grid)
+            lines.append((label, f"{best.cluster}, {nodes}: {shown(best.outcome.best.figures)}"))
+    print_lines(console, lines)
 
 
 def draw_rates(compared: Sequence[Compared]) -> str:

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.markup import escape
 
 from autoplan.base.units import GIB, format_bytes, format_percent, format_seconds
-from autoplan.report.answer import detail_lines, print_answer, print_lines
+from autoplan.report.answer import detail_lines, print_answer
 from autoplan.report.terminal import (
     MAX_MEMORY_COLUMNS,
     MEMORY_NAMES,
     MEMORY_SUMS,
     MIN_SHOWN_S,
+    Cell,
+    bold,
     number_ranges,
+    print_lines,
     print_table,
     print_terms,
     summed_memory,
@@ -50,8 +52,8 @@ def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
     rows = [
         (
             f"{host.first_rank}-{host.first_rank + host.num_ranks - 1}",
-            escape(host.node),
-            escape(" < ".join((*host.switches, *([host.site] if host.site else [])))),
+            host.node,
+            " < ".join((*host.switches, *([host.site] if host.site else []))),
             number_ranges(host.stages),
             number_ranges(host.replicas),
         )
@@ -130,16 +132,16 @@ def print_waterfall(console: Console, stages: Sequence[PlacedStage]) -> None:
         groups = [group for at, group in enumerate(groups) if at in shown]
     firsts = [group[0] for group in groups]
     terms = [stage.cost.memory_terms_bytes for stage in firsts]
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (MEMORY_NAMES[name], *(f"{terms_bytes[name] / GIB:,.2f}" for terms_bytes in terms))
         for name in terms[0]
         if any(terms_bytes[name] for terms_bytes in terms)
     ]
-    rows.append(("[bold]all[/]", *(f"[bold]{stage.cost.memory_bytes / GIB:,.2f}[/]" for stage in firsts)))
+    rows.append((bold("all"), *(bold(f"{stage.cost.memory_bytes / GIB:,.2f}") for stage in firsts)))
     rows.append(("free", *(f"{(stage.place.capacity_bytes - stage.cost.memory_bytes) / GIB:,.2f}" for stage in firsts)))
     rows.append(("risk", *(format_percent(stage.cost.oom_probability) for stage in firsts)))
     if any(stage.place.part for stage in firsts):
-        rows.append(("on", *(escape(stage.place.part) for stage in firsts)))
+        rows.append(("on", *(stage.place.part for stage in firsts)))
     print_table(console, [("stage", False), *((_numbers(group), True) for group in groups)], rows)
 
 
@@ -160,6 +162,6 @@ def _print_knobs(console: Console, file: PlanFile) -> None:
         slower = knob.plan.step_s / file.best.step_s - 1
         step = f"{'+' if slower >= 0 else '-'}{format_percent(abs(slower))}"
         needed = format_bytes(knob.plan.memory_bytes)
-        rows.append((escape(knob.change), format_bytes(knob.freed_bytes), needed, step, knob.plan.verdict))
+        rows.append((knob.change, format_bytes(knob.freed_bytes), needed, step, knob.plan.verdict))
     columns = [("changes that free memory", False), ("frees", True), ("leaves", True), ("step", True), ("then", False)]
     print_table(console, columns, rows, keep=3)

@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
 from rich.console import Console
-from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.answer import closeness, print_answer
@@ -16,10 +15,11 @@ from autoplan.report.terminal import (
     END_OF_STEP,
     MAX_MEMORY_COLUMNS,
     MIN_SHOWN_S,
-    labelled,
+    Cell,
+    bold,
     number_ranges,
+    print_lines,
     print_next_steps,
-    print_part,
     print_table,
     term_name,
 )
@@ -43,12 +43,10 @@ def print_explanation(console: Console, file: PlanFile, explanation: Explanation
     stages = placed(explanation.stages, explanation.plan.plan.num_microbatches, explanation.capacity_bytes)
     _print_terms(console, explanation.plan, stages)
     console.print()
-    grid = labelled()
-    for at, reason in enumerate(explanation.binds):
-        grid.add_row("" if at else "binds", escape(reason))
+    lines = [("" if at else "binds", reason) for at, reason in enumerate(explanation.binds)]
     for at, near in enumerate(explanation.better):
-        grid.add_row("" if at else "faster", escape(f"{_changes(near, names)}: {_needs(near, explanation)}"))
-    print_part(console, grid)
+        lines.append(("" if at else "faster", f"{_changes(near, names)}: {_needs(near, explanation)}"))
+    print_lines(console, lines)
     if explanation.versus:
         console.print()
         _print_versus(console, explanation.plan, explanation.versus, names)
@@ -73,10 +71,7 @@ def print_mixed_explanation(console: Console, file: MixedPlanFile, explanation: 
     console.print()
     _print_terms(console, explanation.plan, explanation.stages)
     console.print()
-    grid = labelled()
-    for label, text in (*waiting(explanation.plan, explanation.stages), *_binding(explanation, names)):
-        grid.add_row(label, escape(text))
-    print_part(console, grid)
+    print_lines(console, (*waiting(explanation.plan, explanation.stages), *_binding(explanation, names)))
     console.print()
     _print_mixed_changes(console, explanation, names)
     if explanation.alternatives:
@@ -96,7 +91,7 @@ def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequenc
     firsts = [group[0] for group in groups]
     after = (*END_OF_STEP, *LAST_WAITS)
     pipeline_s = sum(value for name, value in best.terms_s.items() if name not in after)
-    rows = []
+    rows: list[tuple[Cell, ...]] = []
     for name, value in best.terms_s.items():
         of_stages = [stage.place.num_microbatches * stage.cost.terms_s.get(name, 0.0) for stage in firsts]
         if max(value, *of_stages) < MIN_SHOWN_S:
@@ -106,12 +101,12 @@ def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequenc
     if len(stages) > 1:
         waits = (format_seconds(max(pipeline_s - stage.busy_s, 0.0)) for stage in firsts)
         rows.append(("(waits for others)", "", "", *waits))
-    rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0), *[""] * len(groups)))
+    rows.append((bold("all"), bold(format_seconds(best.step_s)), format_percent(1.0), *[""] * len(groups)))
     rows.append(("memory", "", "", *(format_bytes(stage.cost.memory_bytes) for stage in firsts)))
     free = (format_bytes(stage.place.capacity_bytes - stage.cost.memory_bytes) for stage in firsts)
     rows.append(("free", "", "", *free))
     if any(stage.place.part for stage in firsts):
-        rows.append(("on", "", "", *(escape(stage.place.part) for stage in firsts)))
+        rows.append(("on", "", "", *(stage.place.part for stage in firsts)))
     heads = [f"stage {group[0].place.kind}{number_ranges(stage.place.stage for stage in group)}" for group in groups]
     columns = [("time of a step", False), ("", True), ("share", True), *((head, True) for head in heads)]
     print_table(console, columns, rows, keep=3)
@@ -180,9 +175,7 @@ def _print_changes(console: Console, explanation: Explanation, names: Names) -> 
             why = f"{_memory_needed(near)}{'; ' * bool(why)}{why}"
         if near.broken:
             why = f"refused: {near.broken[0]}"
-        rows.append(
-            (escape(_changes(near, names)), format_seconds(near.plan.step_s), escape(why or _faster(near.ratio)))
-        )
+        rows.append((_changes(near, names), format_seconds(near.plan.step_s), why or _faster(near.ratio)))
     print_table(console, (("one change", False), ("step", True), ("why not", False)), rows, keep=3)
 
 
@@ -207,7 +200,7 @@ def _print_mixed_changes(console: Console, explanation: MixedExplanation, names:
         why = [_needed(near.plan, names)] if near.plan.verdict != "fits" else []
         why.append(reasons(near.plan, explanation.plan) if near.ratio > 1 else _faster(near.ratio))
         axis, before, after = near.change
-        rows.append((f"{axis} {before} -> {after}", format_seconds(near.plan.step_s), escape("; ".join(why))))
+        rows.append((f"{axis} {before} -> {after}", format_seconds(near.plan.step_s), "; ".join(why)))
     print_table(console, (("one change", False), ("step", True), ("why not", False)), rows, keep=3)
 
 
@@ -216,36 +209,35 @@ def _print_lost(
 ) -> None:
     """Print other plans by their descriptions."""
     console.print("why the next best lost")
-    rows = [(escape(words), format_seconds(plan.step_s), escape(reasons(plan, best))) for words, plan in lost]
+    rows = [(words, format_seconds(plan.step_s), reasons(plan, best)) for words, plan in lost]
     print_table(console, (("plan", False), ("step", True), ("why", False)), rows, keep=3)
 
 
 def _print_versus(console: Console, best: RankedPlan, versus: Versus, names: Names) -> None:
     """Print both plans side by side, term by term, scaled to the same number of sequences."""
     scale = best.plan.global_batch / versus.plan.plan.global_batch
-    grid = labelled()
-    grid.add_row("versus", f"[bold]{escape(versus.plan.plan.describe())}[/]")
+    lines: list[tuple[str, Cell]] = [("versus", bold(versus.plan.plan.describe()))]
     apart = closeness(versus.gap.high / versus.gap.ratio, is_close=versus.gap.low <= 1.0 <= versus.gap.high)
-    grid.add_row("", escape(f"{_faster(versus.gap.ratio)}, {apart}"))
+    lines.append(("", f"{_faster(versus.gap.ratio)}, {apart}"))
     if versus.plan.verdict != "fits":
         worst = max(versus.stages, key=lambda stage: stage.memory_bytes)
         capacity = format_bytes(versus.plan.memory_bytes + versus.plan.memory_headroom_bytes)
         risk = format_percent(versus.plan.oom_probability)
-        grid.add_row("", f"needs {format_bytes(worst.memory_bytes)} of {capacity} on stage {worst.stage}, {risk} risk")
-    for fault in versus.broken:
-        grid.add_row("refused", escape(fault))
+        needed = f"{format_bytes(worst.memory_bytes)} of {capacity} on stage {worst.stage}"
+        lines.append(("", f"needs {needed}, {risk} risk"))
+    lines += [("refused", fault) for fault in versus.broken]
     if scale != 1.0:
-        grid.add_row("", f"times below are for {best.plan.global_batch:,} sequences in both plans")
-    print_part(console, grid)
+        lines.append(("", f"times below are for {best.plan.global_batch:,} sequences in both plans"))
+    print_lines(console, lines)
     console.print()
-    rows: list[tuple[str, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for name, value in best.terms_s.items():
         theirs = scale * versus.plan.terms_s.get(name, 0.0)
         if max(value, theirs) >= MIN_SHOWN_S:
             rows.append((term_name(name), _seconds(value), _seconds(theirs), _signed(theirs - value)))
     theirs = scale * versus.plan.step_s
     total = (format_seconds(best.step_s), format_seconds(theirs), _signed(theirs - best.step_s))
-    rows.append(("[bold]all[/]", *(f"[bold]{cell}[/]" for cell in total)))
+    rows.append((bold("all"), *map(bold, total)))
     more = versus.plan.memory_bytes - best.memory_bytes
     memory = (format_bytes(best.memory_bytes), format_bytes(versus.plan.memory_bytes))
     rows.append(("memory", *memory, f"{'+' if more >= 0 else '-'}{format_bytes(abs(more))}"))
@@ -258,9 +250,9 @@ def _print_versus(console: Console, best: RankedPlan, versus: Versus, names: Nam
 def _print_alone(console: Console, best: RankedPlan, changes: Sequence[AxisChange], names: Names) -> None:
     rows = []
     for change in changes:
-        text = escape(f"{names.get(change.axis, change.axis)} {change.before} -> {change.after}")
+        text = f"{names.get(change.axis, change.axis)} {change.before} -> {change.after}"
         if change.alone is None:
-            rows.append((text, "", escape(f"not alone: {change.why_not}")))
+            rows.append((text, "", f"not alone: {change.why_not}"))
         else:
             fits = (
                 ""

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
-from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.report.answer import closeness, optimizer_text, training_lines
 from autoplan.report.ranking import MIN_OFF, slower
-from autoplan.report.terminal import MIN_GAP, labelled, print_part, print_table
+from autoplan.report.terminal import MIN_GAP, Cell, bold, print_lines, print_part, print_table
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -33,28 +32,28 @@ def print_launch(
 ) -> None:
     """Print the plan of a launch file, then its unread options: (option, value, why)."""
     model, training, plan = spec
-    print_part(console, escape(headline))
+    print_part(console, headline)
     console.print()
-    grid = labelled()
-    grid.add_row("model", escape(f"{model.name}: {model_line(model)}"))
     kernels = f"{training.precision}, {training.attention} attention{optimizer_text(training)}"
-    grid.add_row("training", f"{training.seq_len:,} tokens, {kernels}")
-    for label, text in training_lines(model, training):
-        grid.add_row(label, escape(text))
-    grid.add_row("plan", f"[bold]{escape(plan.describe())}[/]")
     count, samples = plan.num_microbatches, "sequences" if training.preference is None else "pairs"
-    grid.add_row("step", f"{plan.global_batch:,} {samples}, {count:,} micro-batch{'es' * (count > 1)} per replica")
-    grid.add_row("devices", f"{plan.num_devices:,}")
-    print_part(console, grid)
+    lines: list[tuple[str, Cell]] = [
+        ("model", f"{model.name}: {model_line(model)}"),
+        ("training", f"{training.seq_len:,} tokens, {kernels}"),
+        *training_lines(model, training),
+        ("plan", bold(plan.describe())),
+        ("step", f"{plan.global_batch:,} {samples}, {count:,} micro-batch{'es' * (count > 1)} per replica"),
+        ("devices", f"{plan.num_devices:,}"),
+    ]
+    print_lines(console, lines)
     if matters:
         console.print("\nnot read, may cost time or memory")
-        rows = [(escape(option), escape(_cut(value)), escape(why)) for option, value, why in matters]
+        rows = [(option, _cut(value), why) for option, value, why in matters]
         print_table(console, (("option", False), ("value", False), ("why", False)), rows, keep=3)
     if harmless:
         console.print("\nnot read")
         for reason in dict.fromkeys(why for *_, why in harmless):
             options = ", ".join(dict.fromkeys(option for option, _, why in harmless if why == reason))
-            print_part(console, escape(f"{options}: {reason}"))
+            print_part(console, f"{options}: {reason}")
 
 
 def model_line(model: ModelSpec) -> str:
@@ -84,17 +83,15 @@ def model_line(model: ModelSpec) -> str:
 def print_today(console: Console, today: CurrentPlan, names: Mapping[str, str]) -> None:
     """Print a launch file's rank, gains and changed options; `names` are display names of axes."""
     console.print()
-    grid = labelled()
-    grid.add_row("today", escape(f"{today.plan.describe()} ({today.path})"))
-    for at, fault in enumerate(today.broken):
-        grid.add_row("" if at else "refused", escape(fault))
+    lines = [("today", f"{today.plan.describe()} ({today.path})")]
+    lines += [("" if at else "refused", fault) for at, fault in enumerate(today.broken)]
     if today.priced:
-        grid.add_row("", escape(_priced(today.priced)))
+        lines.append(("", _priced(today.priced)))
     if today.gap and today.priced:
-        grid.add_row("gap", escape(gap_line(today)))
-    for at, (option, why) in enumerate(today.unread.items()):
-        grid.add_row("" if at else "not read", escape(f"{option}: {why}"))
-    print_part(console, grid)
+        lines.append(("gap", gap_line(today)))
+    unread = enumerate(today.unread.items())
+    lines += [("" if at else "not read", f"{option}: {why}") for at, (option, why) in unread]
+    print_lines(console, lines)
     if today.changes:
         console.print()
         _print_changes(console, today, names)
@@ -102,7 +99,7 @@ def print_today(console: Console, today: CurrentPlan, names: Mapping[str, str]) 
         console.print()
         _print_options(console, today.options)
     elif today.no_options:
-        print_part(console, escape(f"\noptions are not compared: {today.no_options}"))
+        print_part(console, f"\noptions are not compared: {today.no_options}")
 
 
 def gap_line(today: CurrentPlan) -> str:
@@ -186,12 +183,11 @@ def option_rows(options: Iterable[OptionChange]) -> list[tuple[str, str]]:
 
 
 def _print_changes(console: Console, today: CurrentPlan, names: Mapping[str, str]) -> None:
-    rows = [tuple(map(escape, row)) for row in change_rows(today, names)]
-    print_table(console, CHANGE_COLUMNS, rows, keep=5)
+    print_table(console, CHANGE_COLUMNS, change_rows(today, names), keep=5)
     if compares_rates(today):
         console.print("(tokens/s per device)")
     for reason in not_alone(today, names):
-        print_part(console, escape(reason))
+        print_part(console, reason)
 
 
 def _print_options(console: Console, options: Sequence[OptionChange]) -> None:
@@ -199,12 +195,9 @@ def _print_options(console: Console, options: Sequence[OptionChange]) -> None:
     rows = option_rows(options)
     if max(len(option) for option, _ in rows) > LONG_OPTION:
         for option, change in rows:
-            print_part(console, escape(f"{option}: {change}"))
-        return
-    grid = labelled()
-    for option, change in rows:
-        grid.add_row(escape(option), escape(change))
-    print_part(console, grid)
+            print_part(console, f"{option}: {change}")
+    else:
+        print_lines(console, rows)
 
 
 def _option_change(option: OptionChange) -> str:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.answer import input_text, optimizer_text, training_lines
-from autoplan.report.terminal import MIN_SHOWN_S, labelled, print_part, print_table, print_terms, repetitions
+from autoplan.report.terminal import MIN_SHOWN_S, Cell, print_lines, print_part, print_table, print_terms, repetitions
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
@@ -55,28 +55,25 @@ def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
     names, best = file.cluster.part_names, file.best
     print_part(
         console,
-        escape(
-            f"{file.model.name} on {sizes(file.cluster)}, {file.training.precision}, {file.training.seq_len:,} tokens, "
-            f"global batch {best.plan.global_batch:,}{optimizer_text(file.training)}"
-        ),
+        f"{file.model.name} on {sizes(file.cluster)}, {file.training.precision}, {file.training.seq_len:,} tokens, "
+        f"global batch {best.plan.global_batch:,}{optimizer_text(file.training)}",
     )
     console.print()
-    grid = labelled()
-    grid.add_row("plan", f"[bold green]{escape(describe(best.plan, names))}[/]")
-    for label, text in training_lines(file.model, file.training):
-        grid.add_row(label, escape(text))
     interval = f"90 % interval {format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
-    grid.add_row("time", f"[bold]{format_seconds(best.step_s)}[/] per step; {interval}")
     tokens_per_s = best.sequences_per_s * file.training.seq_len
-    grid.add_row("", f"{tokens_per_s:,.0f} tokens/s, {tokens_per_s / best.plan.num_devices:,.0f} per device in use")
+    lines: list[tuple[str, Cell]] = [
+        ("plan", Text(describe(best.plan, names), style="bold green")),
+        *training_lines(file.model, file.training),
+        ("time", Text.assemble((format_seconds(best.step_s), "bold"), f" per step; {interval}")),
+        ("", f"{tokens_per_s:,.0f} tokens/s, {tokens_per_s / best.plan.num_devices:,.0f} per device in use"),
+    ]
     if text := input_text(file):
-        grid.add_row("input", text)
-    idle = [name for at, name in enumerate(names) if at not in best.plan.parts]
-    if idle:
-        grid.add_row("idle", escape(", ".join(idle)))
+        lines.append(("input", text))
+    if idle := [name for at, name in enumerate(names) if at not in best.plan.parts]:
+        lines.append(("idle", ", ".join(idle)))
     if file.certificate:
-        grid.add_row("searched", escape(certificate_line(file.certificate, names)))
-    print_part(console, grid)
+        lines.append(("searched", certificate_line(file.certificate, names)))
+    print_lines(console, lines)
 
 
 def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False) -> None:
@@ -94,9 +91,7 @@ def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False)
         _print_ranking(console, [best, *file.alternatives[: SHOWN_PLANS - 1]], names)
     if file.certificate:
         console.print()
-        grid = labelled()
-        grid.add_row("space", escape("; ".join(file.certificate.limits)))
-        print_part(console, grid)
+        print_lines(console, [("space", "; ".join(file.certificate.limits))])
 
 
 def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str:
@@ -129,7 +124,7 @@ def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> No
         (
             str(kind.count) if at == 0 else "",
             f"{letter}{at}",
-            escape(names[stage.part]),
+            names[stage.part],
             str(stage.tp),
             str(stage.layers),
             format_seconds(stage.forward_s),
@@ -146,7 +141,7 @@ def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> No
 def _print_ranking(console: Console, costs: Sequence[MixedCost], names: Sequence[str]) -> None:
     columns = (("#", True), ("plan", False), ("step", True), ("sequences/s", True))
     rows = [
-        (str(at), escape(describe(cost.plan, names)), format_seconds(cost.step_s), f"{cost.sequences_per_s:.4g}")
+        (str(at), describe(cost.plan, names), format_seconds(cost.step_s), f"{cost.sequences_per_s:.4g}")
         for at, cost in enumerate(costs, 1)
     ]
     print_table(console, columns, rows, keep=3)

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from statistics import NormalDist
 
 from rich.console import Console
-from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.cost.spreads import NORMAL_90
@@ -38,7 +37,7 @@ def print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float
     for at, plan in enumerate(plans, 1):
         cells = [
             str(at),
-            escape(plan.plan.describe()),
+            plan.plan.describe(),
             format_seconds(plan.step_s),
             f"{plan.tokens_per_s_per_device:,.0f}",
             format_percent(plan.mfu),

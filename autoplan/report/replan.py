@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from rich.console import Console
-from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_days, format_percent, format_seconds
-from autoplan.report.terminal import labelled
+from autoplan.report.terminal import print_lines
 from autoplan.spec.replan_summary import ReplanSummary
 from autoplan.spec.search_result import RankedPlan
 
 
 def print_replan(console: Console, summary: ReplanSummary) -> None:
     """Print the previous plan, the same layout and the best plan on the remaining nodes, and the cost of switching."""
-    grid = labelled()
-    grid.add_row(
-        "before",
-        f"{_described(summary.before)} on {summary.nodes_before} node{'s' if summary.nodes_before > 1 else ''}",
-    )
-    grid.add_row("now", f"{_described(summary.after)} on {summary.nodes_used} of {summary.nodes_left} nodes")
+    print_lines(console, _lines(summary))
+
+
+def _lines(summary: ReplanSummary) -> Iterator[tuple[str, str]]:
+    nodes = f"{summary.nodes_before} node{'s' if summary.nodes_before > 1 else ''}"
+    yield "before", f"{_described(summary.before)} on {nodes}"
+    yield "now", f"{_described(summary.after)} on {summary.nodes_used} of {summary.nodes_left} nodes"
     devices = summary.after.plan.num_devices / summary.before.plan.num_devices
-    grid.add_row("kept", f"{100 * summary.kept_share:.1f} % of the throughput, on {100 * devices:.1f} % of the devices")
+    yield "kept", f"{100 * summary.kept_share:.1f} % of the throughput, on {100 * devices:.1f} % of the devices"
     lost = summary.nodes_before - summary.nodes_left
     spares = f"{lost} spare node{'s' if lost > 1 else ''}" if lost else "as many spare devices"
-    grid.add_row(
+    yield (
         "no replan",
         f"{format_percent(summary.usable_replicas)} of the devices train on if whole replicas stop, "
         f"{format_percent(summary.usable_tensor_groups)} with unequal tensor-parallel degrees, all with {spares}",
     )
     same = summary.same_layout
     if same is None:
-        grid.add_row("same layout", "no remaining number of replicas divides the batch, or the framework rejects it")
+        yield "same layout", "no remaining number of replicas divides the batch, or the framework rejects it"
     elif same.plan != summary.after.plan:
         share = 100 * (same.step_s / summary.after.step_s - 1)
-        grid.add_row("same layout", f"{_described(same)} on {same.plan.num_devices} devices: {share:.1f} % slower")
+        yield "same layout", f"{_described(same)} on {same.plan.num_devices} devices: {share:.1f} % slower"
     cut = "resharded for the new degrees" if summary.cuts_anew else "used as it is"
     read = "" if summary.load_s is None else f", read in {format_seconds(summary.load_s)}"
-    grid.add_row("checkpoint", f"{format_bytes(summary.checkpoint_bytes)}, {cut}{read}")
+    yield "checkpoint", f"{format_bytes(summary.checkpoint_bytes)}, {cut}{read}"
     if summary.checkpoint_interval_s is not None:
-        grid.add_row("", f"optimal interval {format_days(summary.checkpoint_interval_s)} (Daly)")
-    console.print(grid)
+        yield "", f"optimal interval {format_days(summary.checkpoint_interval_s)} (Daly)"
 
 
 def _described(ranked: RankedPlan) -> str:
-    return escape(f"{ranked.plan.describe()}: {format_seconds(ranked.step_s)} per step")
+    return f"{ranked.plan.describe()}: {format_seconds(ranked.step_s)} per step"

@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.markup import escape
 
 from autoplan.base.units import format_bytes, format_days, format_percent, format_seconds, format_tokens
-from autoplan.report.terminal import labelled, print_part, print_table
+from autoplan.report.terminal import print_lines, print_table
 from autoplan.spec.run_report import RunFigures, RunPlan, RunReport, SizeOutcome
 
 JOULES_PER_MWH = 3.6e9
@@ -51,10 +50,7 @@ class Row:
 def print_run(console: Console, report: RunReport) -> None:
     """Print the figures of the run, then the front of several objectives, then all sizes if there are several."""
     console.print()
-    grid = labelled()
-    for label, text in run_lines(report.best):
-        grid.add_row(label, escape(text))
-    print_part(console, grid)
+    print_lines(console, run_lines(report.best))
     if len(report.front) > 1:
         console.print(f"\nPareto front of {', '.join(report.objectives)}")
         print_runs(console, (), [Row(best=run) for run in report.front[:SHOWN_FRONT]])
@@ -107,7 +103,7 @@ def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> 
     cells = [
         [
             str(at),
-            *(escape(place) for place in row.places),
+            *row.places,
             format_seconds(row.best.plan.step_s) if row.best else "",
             *((text(row.figures) or "") if row.figures else "" for _, text in shown),
             format_percent(row.best.plan.mfu) if row.best else "",
@@ -127,7 +123,7 @@ def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> 
     print_table(
         console,
         (("#", True), ("plan", False)),
-        [(str(at), escape(_plan(row))) for at, row in enumerate(rows, 1)],
+        [(str(at), _plan(row)) for at, row in enumerate(rows, 1)],
     )
 
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.report.terminal import print_part, print_table
@@ -26,7 +25,7 @@ Row = tuple[str, Sequence[float]]  # activity, and its seconds on every rank
 
 def print_ranks(console: Console, headline: str, rows: Sequence[Row], steps_s: Sequence[float]) -> None:
     """Print the activity of the ranks in a step, in seconds that add up to the step."""
-    print_part(console, escape(headline))
+    print_part(console, headline)
     console.print()
     step_s = float(np.mean(steps_s))
     cells = [
@@ -46,7 +45,7 @@ def print_ranks(console: Console, headline: str, rows: Sequence[Row], steps_s: S
 
 def print_timers(console: Console, headline: str, timers_s: Mapping[str, Mapping[str, float]], step_s: float) -> None:
     """Print the timers of a log by rank, in seconds and as shares of a step; timers may be nested."""
-    print_part(console, escape(headline))
+    print_part(console, headline)
     if not timers_s:
         return
     console.print()
@@ -55,7 +54,7 @@ def print_timers(console: Console, headline: str, timers_s: Mapping[str, Mapping
         whose, most_s = max(times_s.items(), key=lambda item: item[1])
         least = format_seconds(min(times_s.values())) if len(times_s) > 1 else ""
         is_rank = whose.startswith("rank")
-        cells.append((escape(name), least, format_seconds(most_s), format_percent(most_s / step_s), whose * is_rank))
+        cells.append((name, least, format_seconds(most_s), format_percent(most_s / step_s), whose * is_rank))
     titles = [("timer", False), ("least", True), ("most", True), ("of step", True), ("slowest", False)]
     print_table(console, titles, cells, keep=4)
 

@@ -1,4 +1,7 @@
-"""Shared parts of terminal output: consoles, tables, and the names of times and memory."""
+"""Shared parts of terminal output: consoles, tables, and the names of times and memory.
+
+Strings are printed as they are, brackets too; only a `Text` has a style.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +21,8 @@ from autoplan.spec.estimate import StageCost
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.terms import LAST_WAITS, TERMS, UPDATE_TERMS
+
+Cell = str | Text
 
 MIN_GAP = 5e-4  # relative difference of two steps below which they are level; less would show as 0.0 %
 MIN_TEXT = 16  # minimum width of text cells; columns of numbers are omitted first
@@ -63,13 +67,18 @@ def make_console(stream: TextIO | None = None) -> Console:
     return Console(file=stream or sys.stdout, highlight=False, soft_wrap=False, emoji=False)
 
 
+def bold(text: str) -> Text:
+    """Return a cell in bold type."""
+    return Text(text, style="bold")
+
+
 def print_part(console: Console, part: Table | str) -> None:
     """Print a part; without trailing blanks into a file or pipe."""
     if console.is_terminal:
-        console.print(part)
+        console.print(part, markup=False)
         return
     with console.capture() as captured:
-        console.print(part)
+        console.print(part, markup=False)
     lines = (line.rstrip() for line in captured.get().splitlines())
     console.print("\n".join(lines), markup=False, soft_wrap=True)
 
@@ -82,7 +91,7 @@ def term_name(name: str) -> str:
 def print_table(
     console: Console,
     columns: Sequence[tuple[str, bool]],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[Cell]],
     *,
     keep: int = 2,
     least_header: int | None = None,
@@ -92,11 +101,8 @@ def print_table(
     A narrow terminal folds words but never a number: columns after the first `keep` are omitted from the right, and a
     line names them.  With `least_header` headers of numbers first fold to that width.
     """
-    rows = list(rows)
-    cells = [
-        max((cell_len(Text.from_markup(row[at]).plain) for row in rows if at < len(row)), default=0)
-        for at in range(len(columns))
-    ]
+    texts = [[_as_text(cell) for cell in row] for row in rows]
+    cells = [max((cell_len(row[at].plain) for row in texts if at < len(row)), default=0) for at in range(len(columns))]
     full_widths = [max(cell, len(header)) for cell, (header, _) in zip(cells, columns, strict=True)]
     folds = least_header is not None and _room(full_widths) > console.width
     widths = []
@@ -118,11 +124,11 @@ def print_table(
             min_width=width if is_number or has_room else None,
             max_width=width if folds and has_room else None,
         )
-    for row in rows:
+    for row in texts:
         table.add_row(*row[:shown])
     print_part(console, table)
     if left_out := [header for header, _ in columns[shown:]]:
-        print_part(console, escape(f"(too narrow for {', '.join(left_out)}: widen the terminal or use --json)"))
+        print_part(console, f"(too narrow for {', '.join(left_out)}: widen the terminal or use --json)")
 
 
 def _room(widths: Sequence[int]) -> int:
@@ -130,13 +136,20 @@ def _room(widths: Sequence[int]) -> int:
     return sum(widths) + 2 * (len(widths) - 1)
 
 
-def labelled(columns: int = 2) -> Table:
-    """Return a grid of labels with their texts in the last column."""
+def _as_text(cell: Cell) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell)
+
+
+def print_lines(console: Console, lines: Iterable[Sequence[Cell]]) -> None:
+    """Print texts, the last of each line, behind their labels."""
+    rows = [[_as_text(cell) for cell in line] for line in lines]
     grid = Table.grid(padding=(0, 2, 0, 0))
-    for _ in range(columns - 1):
+    for _ in range(len(rows[0]) - 1 if rows else 1):
         grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    return grid
+    for row in rows:
+        grid.add_row(*row)
+    print_part(console, grid)
 
 
 def repetitions(counts: Iterable[object]) -> str:
@@ -169,13 +182,13 @@ def print_next_steps(console: Console, *steps: tuple[str, str]) -> None:
 
 def print_terms(console: Console, best: RankedPlan | MixedCost, *, has_sum: bool = False) -> None:
     """Print the time of a step, one row per term, optionally with the sum."""
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (term_name(name), format_seconds(value), format_percent(value / best.step_s))
         for name, value in best.terms_s.items()
         if value >= MIN_SHOWN_S
     ]
     if has_sum:
-        rows.append(("[bold]all[/]", f"[bold]{format_seconds(best.step_s)}[/]", format_percent(1.0)))
+        rows.append((bold("all"), bold(format_seconds(best.step_s)), format_percent(1.0)))
     print_table(console, (("time of a step", False), ("", True), ("share", True)), rows)
 
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 
 from rich.console import Console
-from rich.markup import escape
 
 from autoplan.base.units import format_percent, format_seconds
 from autoplan.cost.spreads import NORMAL_90
@@ -34,13 +33,13 @@ def print_step_sources(console: Console, file: PlanFile, sources: StepSources, p
     """Print the source of each time that pricing the plan looks up, and where and when the records were measured."""
     print_answer(console, file)
     console.print()
-    print_table(console, NEED_COLUMNS, [[escape(cell) for cell in row] for row in need_rows(sources)], keep=5)
-    if rows := [[escape(cell) for cell in row] for row in record_rows(sources)]:
+    print_table(console, NEED_COLUMNS, need_rows(sources), keep=5)
+    if rows := [*record_rows(sources)]:
         console.print()
         print_table(console, RECORD_COLUMNS, rows, keep=6)
     console.print()
     for line in remarks(sources):
-        print_part(console, escape(line))
+        print_part(console, line)
     if any(need.served != "measured" for need in sources.needed):
         print_next_steps(console, ("next", f"autoplan profile --for {path}"))
 

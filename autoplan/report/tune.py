@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.markup import escape
 
 from autoplan.base.units import format_percent, format_seconds, format_two_figures
-from autoplan.report.terminal import labelled, print_part, print_table
+from autoplan.report.terminal import print_lines, print_part, print_table
 from autoplan.spec.tune_report import TriedPlan, TuneReport
 
 
@@ -16,25 +15,21 @@ def print_tuned(console: Console, report: TuneReport) -> None:
         plan = report.best.plan
         runs = [str(trial.number) for trial in report.trials if trial.plan == plan and trial.measured_s is not None]
         trials = f"trial {runs[0]}" if len(runs) == 1 else f"trials {', '.join(runs)}"
-        console.print(
-            f"{escape(plan.describe())}: {format_seconds(report.best_s)} per step, measured in {trials} of "
-            f"{len(report.trials)}\n"
-        )
+        best = f"{plan.describe()}: {format_seconds(report.best_s)} per step"
+        print_part(console, f"{best}, measured in {trials} of {len(report.trials)}")
+        console.print()
     columns = (("trial", True), ("plan", False), ("predicted", True), ("measured", True), ("off", True), ("end", False))
     rows = [_row(trial) for trial in sorted(report.trials, key=_order)]
     print_table(console, columns, rows)
     console.print()
-    grid = labelled()
-    for trial in report.trials:
-        if trial.reason:
-            grid.add_row(f"trial {trial.number}", escape(trial.reason))
-    grid.add_row("ended", escape(report.ended))
+    lines = [(f"trial {trial.number}", trial.reason) for trial in report.trials if trial.reason]
+    lines.append(("ended", report.ended))
     if report.best is not None:
-        grid.add_row("model", f"steps take {report.ratio:.2f} times as long as predicted (median of the trials)")
-        grid.add_row("left", f"{report.left} of {report.candidates} plans may still be faster and were not run")
+        lines.append(("model", f"steps take {report.ratio:.2f} times as long as predicted (median of the trials)"))
+        lines.append(("left", f"{report.left} of {report.candidates} plans may still be faster and were not run"))
     count = len(report.trials)
-    grid.add_row("spent", f"{count} trial{'s' * (count != 1)}, {format_two_figures(report.gpu_hours)} device-hours")
-    print_part(console, grid)
+    spent = f"{count} trial{'s' * (count != 1)}, {format_two_figures(report.gpu_hours)} device-hours"
+    print_lines(console, [*lines, ("spent", spent)])
 
 
 def _order(trial: TriedPlan) -> tuple[bool, float, int]:
@@ -50,4 +45,4 @@ def _row(trial: TriedPlan) -> tuple[str, ...]:
         ratio = trial.predicted_s / trial.measured_s
         measured = format_seconds(trial.measured_s)
         off = f"{'+' if ratio >= 1 else '-'}{format_percent(abs(ratio - 1))}"
-    return str(trial.number), escape(trial.plan.describe()), format_seconds(trial.predicted_s), measured, off, trial.end
+    return str(trial.number), trial.plan.describe(), format_seconds(trial.predicted_s), measured, off, trial.end

@@ -298,7 +298,7 @@ class ModelSpec:
     activation_parameters: int = 0  # trained numbers of each MLP's activation (xIELU)
     # As wide as an MLP that its activation keeps without a kernel of its own, beside its output: none of a ReLU; a mask
     # of booleans is half of one.
-    activation_tensors: float = 1
+    activation_tensors: float = 1.0
     # relative: a bias of attention by distance, from a table as wide as the heads
     position_embedding: Literal["rope", "learned", "relative", "alibi", "none"] = "rope"
     relative_in_layers: bool = False  # every layer has such a table of its own
