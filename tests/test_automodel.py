@@ -36,7 +36,8 @@ RECIPE: dict[str, Any] = {
 def of(devices: int | None = 16, **sections: dict[str, Any] | str) -> Launch:
     recipe = copy.deepcopy(RECIPE)
     for name, section in sections.items():
-        recipe[name] = {**recipe.get(name, {}), **section} if isinstance(section, dict) else section
+        before = recipe.get(name, {})
+        recipe[name] = before | section if isinstance(section, dict) and isinstance(before, dict) else section
     text = yaml.safe_dump(recipe)
     assert recognises("recipe.yaml", text)
     return read(text, LaunchContext(num_devices=devices))
@@ -51,6 +52,14 @@ def test_a_recipe_is_read() -> None:
     assert (plan.micro_batch, plan.global_batch, plan.recompute) == (4, 512, "full")
     assert launch.training.seq_len == 4096
     assert matters(launch) == set()
+
+
+@pytest.mark.parametrize("is_table", [False, True])
+def test_a_recipe_is_named_by_its_place_too(is_table: bool) -> None:
+    """The command takes both, beside the bare name (docs/breaking-changes.md)."""
+    place = f"nemo_automodel.recipes.llm.train_ft.{RECIPE['recipe']}"
+    launch, named = of(), of(recipe={"_target_": place} if is_table else place)
+    assert (named.plan, named.training, matters(named)) == (launch.plan, launch.training, matters(launch))
 
 
 def test_copies_and_whole_parameters() -> None:
@@ -134,7 +143,10 @@ def test_adapters_are_read() -> None:
     ("sections", "says"),
     [
         ({"recipe": "KnowledgeDistillationRecipeForNextTokenPrediction"}, "recipe Knowledge"),
-        ({"recipe": "FinetuneRecipeForVLM"}, "recipe FinetuneRecipeForVLM"),
+        (
+            {"recipe": {"_target_": "nemo_automodel.recipes.vlm.finetune.FinetuneRecipeForVLM"}},
+            "recipe FinetuneRecipeForV",
+        ),
         ({"distributed": {"dp_size": 4}}, "dp_size is 4, 16 devices leave 8: pass --devices 8"),
         ({"distributed": {"strategy": "magic"}}, "strategy 'magic'"),
         ({"model": {"config": {"num_hidden_layers": 2}}}, "num_hidden_layers changes the model"),

@@ -298,7 +298,7 @@ def _needed(
 
 def _long_words(option: str) -> set[str]:
     """Return the words that say what an option is about; shorter ones are such as `parallel`, `size` and `use`."""
-    return {word for word in re.split(r"[^a-z]+", option.casefold()) if len(word) > len("parallel")}
+    return {word for word in re.split(r"[^a-z]+", option.rpartition(".")[2].casefold()) if len(word) > len("parallel")}
 
 
 def _implied(started: LaunchStart, file: PlanFile, priced: RankedPlan, to: str) -> dict[str, str]:

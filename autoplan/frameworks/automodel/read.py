@@ -52,9 +52,10 @@ def recognises(name: str, text: str) -> bool:
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of a recipe; a recipe never contains the number of devices, which the user gives."""
     options = Options.of_table(parse_yaml(text, "the file"))
-    recipe = options.text("recipe")
-    if recipe is not None and not _PRICED.match(recipe):
-        raise InputError(f"recipe {recipe[:60]}: only training on the next token is priced")
+    is_table = isinstance(options.value("recipe"), dict)
+    recipe = options.inside("recipe").text("_target_") if is_table else options.text("recipe")
+    if recipe is not None and not _PRICED.match(name := recipe.rpartition(".")[2]):
+        raise InputError(f"recipe {name[:60]}: only training on the next token is priced")
     model = _model(options, context)
     seq_len, batching = _length(options, context)
     training = TrainingSpec(
