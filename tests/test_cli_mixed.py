@@ -171,7 +171,7 @@ def test_a_mixed_plan_has_a_page(searched: Path) -> None:
     ("arguments", "says"),
     [
         (("explain", "plan.json", "--versus", "tp=2"), "--versus does not support mixed clusters"),
-        (("replan", "plan.json", "--nodes", "1"), "search again, with --cluster naming the parts that are left"),
+        (("replan", "plan.json", "--nodes", "1"), "name lost nodes with --without PART:NUMBER"),
         (("estimate", "plan.json", "--verify-memory"), "--verify-memory does not support mixed clusters"),
         (
             ("search", "llama.json", *MIXED, "--framework", "torchtitan", "--fix", "schedule=zb-h1", "--force"),

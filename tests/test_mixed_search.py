@@ -142,6 +142,29 @@ def test_states_go_where_memory_is() -> None:
     assert equal.step_s / cost.step_s >= 1.19
 
 
+def test_a_tensor_group_that_lost_a_device_trains_on_with_fewer() -> None:
+    """S37: tp 32 with a device lost goes on as tp 28 with at most 28/32 of the batch, and loses less than the group."""
+    wide = replace(SMALL, hidden_size=14336, num_heads=224, num_kv_heads=224, ffn_size=57344, vocab_size=28672)
+    whole, hurt = (
+        replace(scaled(f"h100-sxm:{text}", name), name=name) for text, name in (("3x32", "a"), ("1x28", "b"))
+    )
+    problem = problem_of(whole, hurt, model=wide)
+    left, kept = Pipelines(count=3, places=((0, 32),)), Pipelines(count=1, places=((1, 28),))
+
+    def fastest(*kinds: Pipelines) -> MixedCost:
+        structure = Structure(kinds=kinds, micro_batches=(1,) * len(kinds), common=common_of(sharding="zero1"))
+        return Refiner(problem, 384).refine([structure])[0].cost
+
+    unequal, dropped = fastest(left, kept), fastest(left)
+    of_whole, of_hurt = (
+        max(kind.num_microbatches for kind in unequal.plan.kinds if kind.stages[0].part == part) for part in (0, 1)
+    )
+    assert 0.8 * of_whole < of_hurt <= 28 / 32 * of_whole
+    # All four groups would take three quarters of the time of three.
+    all_s = dropped.step_s * 3 / 4
+    assert all_s < unequal.step_s < all_s + (dropped.step_s - all_s) / 4
+
+
 # Of 140 B parameters, for 128 accelerators of X beside 640 of Y, 0.7 times as fast (S49).
 LLAMA_140B = ModelSpec(
     name="llama-140b",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,12 +8,15 @@ import pytest
 
 import autoplan
 from autoplan.api.plan_result import PlanResult
+from autoplan.api.problem import load_any_cluster
+from autoplan.api.results import MixedPlanResult
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli import make_app
 from autoplan.cost.memory.stage_memory import checkpoint_bytes
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.finetuning import FineTuning
 from autoplan.topology.cluster import NodeGroup
+from autoplan.topology.mixed_cluster import MixedCluster
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +61,18 @@ def test_the_new_plan_is_the_best_of_all_numbers_of_nodes_that_are_left(before: 
             continue
         steps.append(other.best.step_s)
     assert found.summary.after.step_s == pytest.approx(min(steps), rel=1e-9)
-    assert found.summary.after.plan.global_batch == 128
+    assert found.plan.file.best.plan.global_batch == 128
     assert found.summary.nodes_left == 3
     assert found.summary.kept_share == pytest.approx(before.best.step_s / min(steps))
-    assert found.plan.plan == found.summary.after.plan
+    assert isinstance(found.plan, PlanResult)
+    assert found.plan.plan.describe() == found.summary.after.plan
     # One of four nodes is lost, and with it a quarter of the replicas and tensor-parallel groups, which fit in nodes.
     assert before.plan.num_devices // before.plan.dp <= 8
     assert (found.summary.usable_replicas, found.summary.usable_tensor_groups) == (0.75, 0.75)
 
 
 def test_the_same_layout_keeps_all_but_the_replicas(before: PlanResult) -> None:
-    same = autoplan.replan(before, nodes=3).summary.same_layout
+    same = autoplan.replan(before, nodes=3).same_layout
     assert same is not None
     old, new = before.plan, same.plan
     assert new == replace(old, dp_replicate=new.dp_replicate, dp_shard=new.dp_shard)
@@ -82,7 +87,7 @@ def test_the_batch_of_every_virtual_node_stays_as_devices_go() -> None:
     plan = {"micro_batch": 64, "sharding": "zero1"}
     before = autoplan.estimate("qwen3-0.6b", cluster="a100-sxm:4x8", global_batch=2048, seq_len=128, plan=plan)
     for devices in (16, 8, 4):
-        same = autoplan.replan(before, devices=devices).summary.same_layout
+        same = autoplan.replan(before, devices=devices).same_layout
         assert same is not None
         found = same.plan
         assert (found.global_batch, found.dp * found.num_microbatches, found.micro_batch) == (2048, 32, 64)
@@ -91,7 +96,7 @@ def test_the_batch_of_every_virtual_node_stays_as_devices_go() -> None:
 def test_named_nodes_are_left_out_by_name(named: PlanResult) -> None:
     found = autoplan.replan(named, without=["b"])
     assert [name for group in found.plan.problem.cluster.nodes for name in group.names] == ["a", "c", "d"]
-    assert found.summary.after.plan.num_devices == 24
+    assert found.summary.after.num_devices == 24
     whole_group = autoplan.replan(named, without=["a", "b"])
     assert [group.names for group in whole_group.plan.problem.cluster.nodes] == [("c", "d")]
 
@@ -119,13 +124,71 @@ def test_a_store_says_how_long_and_how_often(before: PlanResult) -> None:
         ({"without": ["x"]}, "does not name its nodes"),
         ({"nodes": 2, "without": ["x"]}, "leave all but one of them out"),
         ({"devices": 32}, "--gpus 32: the plan runs on 32"),
-        ({"devices": 12}, "do not fill whole nodes"),
+        ({"devices": 0}, "--gpus 0: the plan runs on 32"),
         ({"nodes": 2, "storage_bytes_per_s": -1.0}, "storage_bytes_per_s"),
     ],
 )
 def test_what_cannot_be_left_is_said(before: PlanResult, left: dict[str, object], says: str) -> None:
     with pytest.raises(InputError, match=says):
         autoplan.replan(before, **left)  # type: ignore[arg-type]
+
+
+def test_lost_devices_leave_a_node_with_fewer(before: PlanResult) -> None:
+    """Of 32 devices 4 are lost in one node: the others of it train on beside three whole nodes."""
+    before = autoplan.estimate(before, global_batch=112)
+    found = autoplan.replan(before, devices=28)
+    assert isinstance(found.plan, MixedPlanResult)
+    assert [part.num_devices for part in found.plan.problem.cluster.parts] == [24, 4]
+    assert found.summary.after.num_devices == 28
+    whole_nodes = autoplan.replan(before, nodes=3).summary
+    assert found.summary.after.step_s < whole_nodes.after.step_s
+    assert found.summary.same_layout == whole_nodes.same_layout
+    assert autoplan.export(found.plan, to="megatron-lm").files
+    # Lost in four groups of the size of a replica, the devices stop four of these.
+    replica = before.plan.num_devices // before.plan.dp
+    assert found.summary.usable_replicas == pytest.approx(1 - 4 * replica / 32)
+
+
+def test_a_mixed_cluster_loses_nodes_of_a_part_or_named_ones(tmp_path: Path) -> None:
+    words = {"global_batch": 96, "seq_len": 4096, "fix": {"micro_batch": 1}}
+    unnamed = autoplan.search_mixed("llama3-8b", cluster="h100-sxm:1x8+a100-sxm:2x8", **words)
+    unnamed.save(tmp_path / "plan.json")
+    one = autoplan.replan(tmp_path / "plan.json", without=["a100-sxm:1"], storage_bytes_per_s=1e10)
+    again = autoplan.search_mixed("llama3-8b", cluster="h100-sxm:1x8+a100-sxm:1x8", **words, prefer="fastest")
+    assert isinstance(one.plan, MixedPlanResult)
+    assert one.plan.best == again.best  # with the limits of the first search
+    assert one.summary.kept_share == pytest.approx(unnamed.best.step_s / again.best.step_s)
+    assert (one.summary.nodes_before, one.summary.nodes_left) == (3, 2)
+    # Main weights are remainders: 2 bytes of each are in the weights themselves.
+    assert one.summary.checkpoint_bytes == pytest.approx(8.03e9 * 12, rel=2e-3)
+    assert one.summary.load_s == pytest.approx(one.summary.checkpoint_bytes / 1e10)
+    alone = autoplan.replan(unnamed, without=["a100-sxm:2"])
+    assert alone.plan.file.cluster.part_names == ("h100-sxm",)
+
+    parts = load_any_cluster("h100-sxm:1x8+a100-sxm:2x8").parts
+    listed = (
+        replace(part, nodes=(NodeGroup(names=names, switches=("leaf",)),))
+        for part, names in zip(parts, (("h0",), ("a0", "a1")), strict=True)
+    )
+    named = autoplan.search_mixed("llama3-8b", cluster=MixedCluster(name="named", parts=tuple(listed)), **words)
+    assert named.best == unnamed.best
+    (script,) = autoplan.export(named, to="megatron-lm").texts.values()
+    assert re.search(r"hosts=\(\s+(h0\s+a0\s+a1|a0\s+a1\s+h0)\s+\)", script)
+    without = autoplan.replan(named, without=["a0"])
+    assert without.plan.best == one.plan.best
+    for lost, says in (
+        (["a100-sxm:1"], "names its nodes: name the lost ones"),
+        (["a7"], "has no such node"),
+        (["h0", "a0", "a1"], "no node is left"),
+    ):
+        with pytest.raises(InputError, match=says):
+            autoplan.replan(named, without=lost)
+    with pytest.raises(InputError, match="does not say of which part"):
+        autoplan.replan(unnamed, devices=16)
+    with pytest.raises(InputError, match="with --without PART:NUMBER"):
+        autoplan.replan(unnamed, without=["host7"])
+    with pytest.raises(InputError, match="it has 2 nodes"):
+        autoplan.replan(unnamed, without=["a100-sxm:3"])
 
 
 def test_names_that_are_not_there_are_said(named: PlanResult) -> None:

@@ -166,10 +166,8 @@ def _difference(best: RankedPlan, near: Near) -> str:
 def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchrun") -> str:
     """Return the command that exports the plan at `path`; an `AutoplanError` says why there is none."""
     # What runs today, what was searched for, what the facts are of and what bears the name of the rules come first.
-    if isinstance(file, MixedPlanFile):
-        today, searched = "", file.to
-    else:
-        today, searched = file.today.target if file.today else "", file.space.to if file.space else ""
+    today = file.today.target if isinstance(file, PlanFile) and file.today else ""
+    searched = file.space.to if file.space else ""
     searched_name = searched.partition("@")[0]
     target = usual_start(file.framework, file.training, today, searched_name)
     target = searched if target == searched_name else target  # in the version that was searched for

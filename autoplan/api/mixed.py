@@ -36,6 +36,7 @@ from autoplan.spec.estimate import probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedResult
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan_file import SpaceFlags
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 
@@ -69,12 +70,29 @@ def search_mixed(
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")
     to, quantile = priced_target(to, options), quantile_of(prefer, robust)
     problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **options)
-    flags = space_flags(global_batch, fix=fix, at_most=at_most, forbid=forbid, allow=allow, to=to or _usual(problem))
+    flags = space_flags(global_batch, fix=fix, at_most=at_most, forbid=forbid, allow=allow, to=to or usual_of(problem))
+    margin = MAX_SLOWER if prefer == "simple" and quantile is None else 0.0
+    result = fastest_plans(problem, flags, margin=margin, progress=progress)
+    if quantile is not None:
+        result = mixed_search.robust_order(result, quantile)
+    return result_of(problem, result, flags, options.get("timings") or "", "autoplan.search_mixed() of Python")
+
+
+def fastest_plans(
+    problem: MixedProblem,
+    flags: SpaceFlags,
+    *,
+    margin: float = 0.0,
+    progress: Callable[[int, int], None] | None = None,
+) -> MixedResult:
+    """Return the fastest plans of the space that fit and that its target starts, led by a simple one.
+
+    That is slower than the fastest by a share of `margin` at most.  NoPlanError if no plan is legal or fits.
+    """
     target = find_target(flags.to, problem.framework) if flags.to else None
     if target is not None and (why := refused_training(target, problem.training)):
         raise InputError(why)
-    margin = MAX_SLOWER if prefer == "simple" and quantile is None else 0.0
-    batches, found = batches_of(global_batch, parts.num_devices), []
+    batches, found = batches_of(flags.global_batch, problem.cluster.num_devices), []
     for at, batch in enumerate(batches):
         space = partial(space_of, flags=replace(flags, global_batch=str(batch)))
         found.append(mixed_search.search_mixed(problem, batch, space, *_started_by(problem, target), margin=margin))
@@ -82,15 +100,18 @@ def search_mixed(
             progress(at + 1, len(batches))
     result = mixed_search.best_of(found)
     _check(problem, result, target)
-    if quantile is not None:
-        result = mixed_search.robust_order(result, quantile)
-    command = "autoplan.search_mixed() of Python"
-    timings = options.get("timings") or ""
-    file = make_mixed_file(problem, result.ranked, result.certificate, timings=timings, command=command)
-    return MixedPlanResult(file=replace(file, to=flags.to), problem=problem)
+    return result
 
 
-def _usual(problem: MixedProblem) -> str:
+def result_of(
+    problem: MixedProblem, result: MixedResult, flags: SpaceFlags, timings: str, command: str
+) -> MixedPlanResult:
+    """Return the answer of a search."""
+    file = make_mixed_file(problem, result.ranked, result.certificate, timings=timings, space=flags, command=command)
+    return MixedPlanResult(file=file, problem=problem)
+
+
+def usual_of(problem: MixedProblem) -> str:
     """Return the target that starts plans of the framework; blank where none does."""
     try:
         return usual_start(problem.framework, problem.training)

@@ -170,6 +170,7 @@ def make_mixed_file(
     certificate: MixedCertificate | None,
     *,
     timings: str = "",
+    space: SpaceFlags | None = None,
     command: str | None = None,
 ) -> MixedPlanFile:
     """The plan file of `plans` of a mixed cluster, best first; `timings` as in `make_plan_file`."""
@@ -183,6 +184,7 @@ def make_mixed_file(
         best=plans[0],
         alternatives=tuple(plans[1 : 1 + KEPT_ALTERNATIVES]),
         certificate=certificate,
+        space=space,
         timings=timings,
         pinned=tuple(PinnedTimings.of(table, with_times=timings == "db") for table in tables),
     )

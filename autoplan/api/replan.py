@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from autoplan.api.plan_files import is_mixed_file, make_plan_file
+from autoplan.api.mixed import fastest_plans, result_of, usual_of
+from autoplan.api.plan_files import is_mixed_file, load_mixed_plan, make_plan_file
 from autoplan.api.plan_result import PlanResult, load_plan
 from autoplan.api.problem import space_of
-from autoplan.api.results import Result, Table
+from autoplan.api.results import MixedPlanResult, Result, Table
 from autoplan.api.training_run import RunOptions, make_run, resized, search_run
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode
 from autoplan.base.units import check_positive, format_seconds
 from autoplan.cost.estimate import estimate
@@ -20,15 +21,19 @@ from autoplan.cost.goodput import usable_share
 from autoplan.cost.input_rate import with_input
 from autoplan.cost.memory.stage_memory import checkpoint_bytes
 from autoplan.frameworks.common.rules import legal
-from autoplan.readers.cluster import of_size
+from autoplan.readers.lost_nodes import remaining
 from autoplan.search.ranking import ranked
 from autoplan.search.sizes import size_grid
+from autoplan.spec.calibration import Calibration
+from autoplan.spec.mixed_problem import MixedProblem, as_parallel
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.problem import Problem
-from autoplan.spec.replan_summary import ReplanSummary
+from autoplan.spec.replan_summary import PlanFigures, ReplanSummary
 from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.timing import TimingTable
 from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.mixed_cluster import MixedCluster
 
 # Some of the nodes that are left may stand idle: a batch divides well among few of the numbers of nodes.
 FEWEST_SHARE = 0.5
@@ -36,12 +41,19 @@ FEWEST_SHARE = 0.5
 CUT_BY = ("tp", "tp_grid", "pp", "vp", "schedule", "layers_per_chunk", "ep", "etp", "dp_shard", "sharding")
 
 
+COMMAND = "autoplan.replan() of Python"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplanResult(Result):
-    """The best plan on the rest of a cluster, compared with the previous one."""
+    """The best plan on the rest of a cluster, compared with the previous one.
 
-    plan: PlanResult
+    `same_layout` is the previous one with fewer replicas, if there is such a plan on equal nodes.
+    """
+
+    plan: PlanResult | MixedPlanResult
     summary: ReplanSummary
+    same_layout: RankedPlan | None = None
 
     @property
     def headline(self) -> str:
@@ -49,7 +61,7 @@ class ReplanResult(Result):
         summary = self.summary
         step = format_seconds(summary.after.step_s)
         return (
-            f"{summary.after.plan.describe()}: {step} per step on {summary.nodes_used} of {summary.nodes_left} nodes, "
+            f"{summary.after.plan}: {step} per step on {summary.nodes_used} of {summary.nodes_left} nodes, "
             f"{100 * summary.kept_share:.1f} % of the tokens a second of {summary.nodes_before}"
         )
 
@@ -59,14 +71,14 @@ class ReplanResult(Result):
         rows = {"before": summary.before, "same layout": summary.same_layout, "best": summary.after}
         return Table.of(
             {
-                "which": labels,
-                "plan": plan.plan.describe(),
-                "num_devices": plan.plan.num_devices,
-                "step_s": plan.step_s,
-                "memory_bytes": plan.memory_bytes,
+                "which": which,
+                "plan": figures.plan,
+                "num_devices": figures.num_devices,
+                "step_s": figures.step_s,
+                "memory_bytes": figures.memory_bytes,
             }
-            for labels, plan in rows.items()
-            if plan is not None
+            for which, figures in rows.items()
+            if figures is not None
         )
 
     def to_json(self) -> str:
@@ -75,7 +87,7 @@ class ReplanResult(Result):
 
 
 def replan(
-    plan: str | Path | PlanResult,
+    plan: str | Path | PlanResult | MixedPlanResult,
     *,
     nodes: int | None = None,
     without: Iterable[str] = (),
@@ -88,21 +100,141 @@ def replan(
     """Return the best plan on the rest of a plan's cluster, with the same batch, and the cost of switching to it.
 
     `plan` is a result or the path of a plan file.  The rest is a number of `nodes` or `devices`, or the named nodes of
-    the cluster file `without` some of them.  The limits of the original search still apply.  A batch divides well over
-    few node counts, so unnamed nodes may be left idle.  `storage_bytes_per_s` is the rate at which all ranks together
-    read and write checkpoints; `run` has the failure rate of devices.
+    the cluster file `without` some of them; of a mixed cluster `without` may name a part with a number of nodes
+    ("a100-sxm:2").  The limits of the original search still apply.  A batch divides well over few node counts, so
+    unnamed nodes may be left idle.  `storage_bytes_per_s` is the rate at which all ranks together read and write
+    checkpoints; `run` has the failure rate of devices.
 
     Raises InputError for arguments that cannot be used, NoPlanError if the rest has no plan.
     """
-    if not isinstance(plan, PlanResult) and is_mixed_file(Path(plan)):
-        raise InputError(f"{plan} is for a mixed cluster: search again, with --cluster naming the parts that are left")
-    before = plan if isinstance(plan, PlanResult) else load_plan(plan, db=db)
+    before = plan if isinstance(plan, PlanResult | MixedPlanResult) else _loaded(Path(plan), db)
     if storage_bytes_per_s is not None:
         check_positive("storage_bytes_per_s", storage_bytes_per_s)
-    problem = replace(before.problem, cluster=_rest(before.problem.cluster, nodes, tuple(without), devices))
-    best = before.file.best
-    flags = replace(before.file.space or SpaceFlags(global_batch=""), global_batch=str(best.plan.global_batch))
-    options: RunOptions = {**(run or {}), "objectives": ["step-time"], "nodes": _sizes(problem.cluster)}
+    old = _Layout.of(before)
+    clusters = remaining(before.problem.cluster, nodes=nodes, without=tuple(without), devices=devices)
+    batch = str(before.file.best.plan.global_batch)
+    flags = replace(before.file.space or SpaceFlags(global_batch=""), global_batch=batch)
+    after = _fastest(before, clusters, flags, run or {}, progress)
+    new, rest = _Layout.of(after), clusters[0]
+    equal = next((cluster for cluster in clusters if isinstance(cluster, ClusterSpec)), None)
+    same = None
+    if equal is not None and isinstance(before, PlanResult):
+        same = _same_layout(replace(before.problem, cluster=equal), before.plan, flags)
+    saved_bytes = checkpoint_bytes(old.problem, old.plan)
+    load_s = None if storage_bytes_per_s is None else saved_bytes / storage_bytes_per_s
+    reliability, knows_pause = make_run(run or {}).reliability, bool((run or {}).get("checkpoint_time"))
+    if load_s is not None and not knows_pause:
+        reliability, knows_pause = replace(reliability, checkpoint_s=load_s), True
+    cluster = before.problem.cluster
+    summary = ReplanSummary(
+        nodes_before=cluster.num_nodes,
+        nodes_left=rest.num_nodes,
+        nodes_used=new.num_nodes,
+        before=old.figures,
+        after=new.figures,
+        same_layout=None if same is None else _figures(same),
+        kept_share=old.figures.step_s / new.figures.step_s,
+        usable_replicas=_usable(cluster, rest, old.replica_devices),
+        usable_tensor_groups=_usable(cluster, rest, old.plan.tp),
+        checkpoint_bytes=saved_bytes,
+        cuts_anew=old.cut != new.cut,
+        load_s=load_s,
+        checkpoint_interval_s=reliability.interval_s(new.figures.num_devices) if knows_pause else None,
+    )
+    return ReplanResult(plan=after, summary=summary, same_layout=same)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """The best plan of a result, of equal nodes or as the first of its kinds of replicas has it, and its figures."""
+
+    problem: Problem
+    plan: ParallelPlan
+    replica_devices: int
+    num_nodes: int  # in use
+    cut: object  # which part of weights and states every rank holds
+    figures: PlanFigures
+
+    @classmethod
+    def of(cls, result: PlanResult | MixedPlanResult) -> _Layout:
+        """Return the layout of the best plan."""
+        if isinstance(result, PlanResult):
+            plan = result.plan
+            return cls(
+                problem=result.problem,
+                plan=plan,
+                replica_devices=plan.num_devices // plan.dp,
+                num_nodes=result.problem.cluster.num_nodes,
+                cut=tuple(getattr(plan, axis) for axis in CUT_BY),
+                figures=_figures(result.best),
+            )
+        problem, cost = result.problem, result.best
+        (kind, *_), stages = cost.plan.kinds, [stage for kind in cost.kinds for stage in kind.stages]
+        axes = (cost.plan.common.ep, cost.plan.common.etp, cost.plan.common.sharding)
+        return cls(
+            problem=problem.as_if(kind.stages[0].part, cost.plan.parts),
+            plan=as_parallel(problem, cost.plan, kind, max(stage.tp for stage in kind.stages)),
+            replica_devices=cost.plan.common.cp * sum(stage.tp for stage in kind.stages),
+            num_nodes=problem.num_nodes(cost.plan),
+            cut=([(kind.count, kind.stages, kind.state_share) for kind in cost.plan.kinds], axes),
+            figures=PlanFigures(
+                plan=result.described(cost),
+                num_devices=cost.plan.num_devices,
+                step_s=cost.step_s,
+                memory_bytes=max(stage.memory_bytes for stage in stages),
+            ),
+        )
+
+
+def _figures(ranked: RankedPlan) -> PlanFigures:
+    return PlanFigures(
+        plan=ranked.plan.describe(),
+        num_devices=ranked.plan.num_devices,
+        step_s=ranked.step_s,
+        memory_bytes=ranked.memory_bytes,
+    )
+
+
+def _loaded(path: Path, db: str | None) -> PlanResult | MixedPlanResult:
+    return load_mixed_plan(path) if is_mixed_file(path) else load_plan(path, db=db)
+
+
+def _fastest(
+    before: PlanResult | MixedPlanResult,
+    clusters: Sequence[ClusterSpec | MixedCluster],
+    flags: SpaceFlags,
+    run: RunOptions,
+    progress: Callable[[int, int | None], None] | None,
+) -> PlanResult | MixedPlanResult:
+    """Return the fastest of the best plans on several clusters; the NoPlanError of the first if none has one."""
+    results, refusals = list[PlanResult | MixedPlanResult](), []
+    for cluster in clusters:
+        try:
+            if isinstance(cluster, MixedCluster):
+                problem = _unlike_problem(before.problem, cluster)
+                started = replace(flags, to=flags.to or usual_of(problem))
+                found = fastest_plans(problem, started)
+                results.append(result_of(problem, found, started, before.file.timings, COMMAND))
+            else:
+                assert isinstance(before, PlanResult)
+                results.append(_searched(before, cluster, flags, run, progress))
+        except NoPlanError as error:
+            refusals.append(error)
+    if not results:
+        raise refusals[0]
+    return min(results, key=lambda result: result.file.best.step_s)
+
+
+def _searched(
+    before: PlanResult,
+    cluster: ClusterSpec,
+    flags: SpaceFlags,
+    run: RunOptions,
+    progress: Callable[[int, int | None], None] | None,
+) -> PlanResult:
+    """Return the best plan on equal nodes."""
+    options: RunOptions = {**run, "objectives": ["step-time"], "nodes": _sizes(cluster)}
+    problem = replace(before.problem, cluster=cluster)
     outcome = search_run(problem, options, partial(space_of, flags=flags), progress)
     file = make_plan_file(
         outcome.problem,
@@ -110,69 +242,37 @@ def replan(
         outcome.certificate,
         timings=before.file.timings,
         space=flags,
-        command="autoplan.replan() of Python",
+        command=COMMAND,
     )
-    after = file.best
-    saved_bytes = checkpoint_bytes(before.problem, best.plan)
-    load_s = None if storage_bytes_per_s is None else saved_bytes / storage_bytes_per_s
-    reliability, knows_pause = make_run(run or {}).reliability, bool((run or {}).get("checkpoint_time"))
-    if load_s is not None and not knows_pause:
-        reliability, knows_pause = replace(reliability, checkpoint_s=load_s), True
-    return ReplanResult(
-        plan=PlanResult(file=file, problem=outcome.problem),
-        summary=ReplanSummary(
-            nodes_before=before.problem.cluster.num_nodes,
-            nodes_left=problem.cluster.num_nodes,
-            nodes_used=outcome.problem.cluster.num_nodes,
-            before=best,
-            after=after,
-            same_layout=_same_layout(problem, best.plan, flags),
-            kept_share=best.step_s / after.step_s,
-            usable_replicas=_usable(before.problem.cluster, problem.cluster, best.plan.num_devices // best.plan.dp),
-            usable_tensor_groups=_usable(before.problem.cluster, problem.cluster, best.plan.tp),
-            checkpoint_bytes=saved_bytes,
-            cuts_anew=any(getattr(best.plan, axis) != getattr(after.plan, axis) for axis in CUT_BY),
-            load_s=load_s,
-            checkpoint_interval_s=reliability.interval_s(after.plan.num_devices) if knows_pause else None,
-        ),
+    return PlanResult(file=file, problem=outcome.problem)
+
+
+def _unlike_problem(problem: Problem | MixedProblem, cluster: MixedCluster) -> MixedProblem:
+    """Return the problem on parts of its cluster, which have kept their names or are of a single one."""
+    if isinstance(problem, Problem):
+        at = [0] * len(cluster.parts)
+        calibrations: tuple[Calibration, ...] = (problem.calibration,)
+        timings: tuple[TimingTable, ...] = (problem.timings,)
+    else:
+        known = [(part.name, part.device, part.devices_per_node) for part in problem.cluster.parts]
+        at = [known.index((part.name, part.device, part.devices_per_node)) for part in cluster.parts]
+        calibrations, timings = problem.calibrations, problem.timings
+    return MixedProblem(
+        model=problem.model,
+        training=problem.training,
+        cluster=cluster,
+        framework=problem.framework,
+        calibrations=tuple(calibrations[part] for part in at),
+        timings=tuple(timings[part] for part in at) if timings else (),
+        reserve_bytes=problem.reserve_bytes,
     )
 
 
-def _usable(before: ClusterSpec, left: ClusterSpec, group: int) -> float:
+def _usable(before: ClusterSpec | MixedCluster, left: ClusterSpec | MixedCluster, group: int) -> float:
     """Return the share of devices in groups of this size, or in nodes if these are larger and lost, without a loss."""
-    lost_devices = before.num_devices - left.num_devices
-    unit = 1 if lost_devices % before.devices_per_node else before.devices_per_node
-    return usable_share(before.num_devices, lost_devices // unit, max(group, unit))
-
-
-def _rest(cluster: ClusterSpec, nodes: int | None, without: tuple[str, ...], devices: int | None) -> ClusterSpec:
-    """Return what is left of a cluster, by one of three descriptions."""
-    if (num_given := (nodes is not None) + bool(without) + (devices is not None)) != 1:
-        way_out = "give one of them" if not num_given else "leave all but one of them out"
-        raise InputError(f"--nodes and --gpus say how many are left, --without which nodes are lost: {way_out}")
-    for flag, left, total in (("--nodes", nodes, cluster.num_nodes), ("--gpus", devices, cluster.num_devices)):
-        if left is not None and not 1 <= left < total:
-            raise InputError(f"{flag} {left}: the plan runs on {total}: must be from 1 to {total - 1}")
-    if not without and cluster.nodes:
-        raise InputError(f"{cluster.name} names its nodes: list the lost ones with --without")
-    if nodes is not None:
-        return replace(cluster, num_nodes=nodes)
-    if devices is not None:
-        return of_size(cluster, devices)
-    host_names = [name for group in cluster.nodes for name in group.names]
-    if not host_names:
-        raise InputError(f"{cluster.name} does not name its nodes: give the number of nodes left with --nodes")
-    if unknown := [name for name in without if name not in host_names]:
-        raise InputError(f"--without {unknown[0]}: {cluster.name} has no such node ({', '.join(host_names[:8])}, ...)")
-    if len(set(without)) == len(host_names):
-        raise InputError("no node is left")
-    groups = [replace(group, names=names) for group in cluster.nodes if (names := _without(group.names, without))]
-    faults = tuple(fault for fault in cluster.faults if fault.node not in without)
-    return replace(cluster, num_nodes=sum(len(group.names) for group in groups), nodes=tuple(groups), faults=faults)
-
-
-def _without(names: tuple[str, ...], gone: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in gone)
+    lost_devices, lost_nodes = before.num_devices - left.num_devices, before.num_nodes - left.num_nodes
+    units = lost_nodes or lost_devices
+    return usable_share(before.num_devices, units, max(group, lost_devices // units))
 
 
 def _sizes(cluster: ClusterSpec) -> tuple[int, ...]:
@@ -183,7 +283,7 @@ def _sizes(cluster: ClusterSpec) -> tuple[int, ...]:
 
 
 def _same_layout(problem: Problem, plan: ParallelPlan, flags: SpaceFlags) -> RankedPlan | None:
-    """Return the plan with as many replicas as are left and divide the batch; None where there is no legal one."""
+    """Return the plan with as many replicas as are left and divide the batch; None if none is legal and fits."""
     per_node, replica = problem.cluster.devices_per_node, plan.num_devices // plan.dp
     for dp in range(min(problem.cluster.num_devices // replica, plan.dp), 0, -1):
         devices = dp * replica
@@ -199,5 +299,6 @@ def _same_layout(problem: Problem, plan: ParallelPlan, flags: SpaceFlags) -> Ran
             continue
         batch = PlanBatch.of([fewer], problem.model.num_layers)
         if legal(space_of(sized, flags).rules, sized.workload, batch)[0]:
-            return with_input(sized, ranked(sized, estimate(sized, batch), [0])[0])
+            same = with_input(sized, ranked(sized, estimate(sized, batch), [0])[0])
+            return same if same.verdict == "fits" else None
     return None

@@ -189,9 +189,10 @@ class MixedPlanResult(FileResult[MixedPlanFile]):
     def headline(self) -> str:
         """The best plan and its costs in one line."""
         best = self.best
-        return f"{self._described(best)}: {format_seconds(best.step_s)} per step, {best.verdict}"
+        return f"{self.described(best)}: {format_seconds(best.step_s)} per step, {best.verdict}"
 
-    def _described(self, cost: MixedCost) -> str:
+    def described(self, cost: MixedCost) -> str:
+        """Return a plan in words."""
         from autoplan.report.mixed_search import describe  # brings rich
 
         return describe(cost.plan, self.file.cluster.part_names)
@@ -200,7 +201,7 @@ class MixedPlanResult(FileResult[MixedPlanFile]):
         """Return one row for each plan, best first: times in seconds."""
         return Table.of(
             {
-                "plan": self._described(cost),
+                "plan": self.described(cost),
                 "step_s": cost.step_s,
                 "low_s": cost.low_s,
                 "high_s": cost.high_s,
@@ -221,4 +222,4 @@ class MixedPlanResult(FileResult[MixedPlanFile]):
         from autoplan.cost.mixed.stages import mixed_timeline  # neither is needed to hold a result
         from autoplan.report.trace import trace_json
 
-        return trace_json(mixed_timeline(self.problem, self.best.plan), self._described(self.best))
+        return trace_json(mixed_timeline(self.problem, self.best.plan), self.described(self.best))

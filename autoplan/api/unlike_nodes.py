@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
 
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
@@ -21,6 +21,7 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PartPlanFile
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.started_plan import StartedPlan, started_plan
+from autoplan.topology.placement import node_names
 
 
 def is_expressible(problem: MixedProblem, plan: MixedPlan, target: Target) -> bool:
@@ -58,6 +59,7 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
     calibration = _joined(file.calibrations[at].name for at in used)
     best, costs = _ranked(problem, cost, started), tuple(placed.cost for placed in mixed_stages(problem, cost.plan))
     ranges, first = [], 0
+    names = {at: iter(node_names(parts[at])) for at in used}
     for at, nodes in groupby(started.node_parts):
         as_if, num_nodes = problem.as_if(at, cost.plan.parts), len(list(nodes))
         device = replace(parts[at].device, name=devices)
@@ -86,6 +88,7 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
                 num_devices=parts[at].devices_per_node,
                 memory_bytes=max(stage.memory_bytes for stage in stages),
                 plan_file=plan_file,
+                hosts=tuple(islice(names[at], num_nodes)),
             )
         )
         first += num_nodes

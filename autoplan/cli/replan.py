@@ -27,7 +27,11 @@ def replan(
         int | None, whole_number("--nodes", "N", "Number of nodes left, if the cluster file does not name them.")
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="NODE[,...]", help="Names of the lost nodes (repeatable).")
+        list[str] | None,
+        typer.Option(
+            metavar="NODE[,...]",
+            help="Names of the lost nodes, or PART:N for N nodes of a part of a mixed cluster (repeatable).",
+        ),
     ] = None,
     num_devices: Annotated[
         int | None, whole_number("--gpus", "N", "Number of devices left: whole nodes, or a part of one.")

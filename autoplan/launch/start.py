@@ -28,6 +28,7 @@ class NodeRange:
     num_devices: int  # per node
     memory_bytes: float
     plan_file: PlanFile
+    hosts: tuple[str, ...] = ()  # their names, if the cluster lists them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,12 @@ class Start:
                 f"{launcher} starts as many ranks on every node, the plan's nodes have unlike numbers of devices: use "
                 f"--launcher {' or '.join(SIZED_PER_NODE)}"
             )
-        hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
+        if not unlike_nodes:
+            hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
+        elif all(nodes.hosts for nodes in unlike_nodes):
+            hosts = tuple(host for nodes in unlike_nodes for host in nodes.hosts)
+        else:
+            hosts = ()
         if image is not None and launcher not in IN_CONTAINERS:
             raise InputError(
                 f"{launcher} starts no container, so --image has no effect: leave it out, or use "

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from autoplan.base.units import format_bytes, format_days, format_percent, format_seconds
 from autoplan.report.terminal import print_lines
-from autoplan.spec.replan_summary import ReplanSummary
-from autoplan.spec.search_result import RankedPlan
+from autoplan.spec.replan_summary import PlanFigures, ReplanSummary
 
 
 def print_replan(console: Console, summary: ReplanSummary) -> None:
@@ -21,7 +20,7 @@ def _lines(summary: ReplanSummary) -> Iterator[tuple[str, str]]:
     nodes = f"{summary.nodes_before} node{'s' if summary.nodes_before > 1 else ''}"
     yield "before", f"{_described(summary.before)} on {nodes}"
     yield "now", f"{_described(summary.after)} on {summary.nodes_used} of {summary.nodes_left} nodes"
-    devices = summary.after.plan.num_devices / summary.before.plan.num_devices
+    devices = summary.after.num_devices / summary.before.num_devices
     yield "kept", f"{100 * summary.kept_share:.1f} % of the throughput, on {100 * devices:.1f} % of the devices"
     lost = summary.nodes_before - summary.nodes_left
     spares = f"{lost} spare node{'s' if lost > 1 else ''}" if lost else "as many spare devices"
@@ -32,10 +31,10 @@ def _lines(summary: ReplanSummary) -> Iterator[tuple[str, str]]:
     )
     same = summary.same_layout
     if same is None:
-        yield "same layout", "no remaining number of replicas divides the batch, or the framework rejects it"
+        yield "same layout", "no fewer replicas on equal nodes divide the batch, fit and are accepted by the framework"
     elif same.plan != summary.after.plan:
         share = 100 * (same.step_s / summary.after.step_s - 1)
-        yield "same layout", f"{_described(same)} on {same.plan.num_devices} devices: {share:.1f} % slower"
+        yield "same layout", f"{_described(same)} on {same.num_devices} devices: {share:.1f} % slower"
     cut = "resharded for the new degrees" if summary.cuts_anew else "used as it is"
     read = "" if summary.load_s is None else f", read in {format_seconds(summary.load_s)}"
     yield "checkpoint", f"{format_bytes(summary.checkpoint_bytes)}, {cut}{read}"
@@ -43,5 +42,5 @@ def _lines(summary: ReplanSummary) -> Iterator[tuple[str, str]]:
         yield "", f"optimal interval {format_days(summary.checkpoint_interval_s)} (Daly)"
 
 
-def _described(ranked: RankedPlan) -> str:
-    return f"{ranked.plan.describe()}: {format_seconds(ranked.step_s)} per step"
+def _described(figures: PlanFigures) -> str:
+    return f"{figures.plan}: {format_seconds(figures.step_s)} per step"

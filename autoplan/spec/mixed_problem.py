@@ -242,7 +242,7 @@ class MixedProblem:
         return self._as_if[key]
 
     def _cluster(self, part: int, used: frozenset[int]) -> ClusterSpec:
-        own = self.cluster.parts[part]
+        own = replace(self.cluster.parts[part], nodes=())  # any nodes of a part are priced alike
         if used == {part}:
             return own
         nodes = -(-self._num_devices(used) // own.devices_per_node)

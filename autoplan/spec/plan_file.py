@@ -122,7 +122,7 @@ def _check_version(table: Mapping[str, Any], key: str, version: int) -> None:
         raise InputError(f"{key} is {table[key]}, this autoplan reads {version}{command}")
 
 
-MIXED_FILE_VERSION = 3
+MIXED_FILE_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class MixedPlanFile:
     best: MixedCost
     alternatives: tuple[MixedCost, ...]
     certificate: MixedCertificate | None
-    to: str = ""  # target of export that has to be able to express the plans
+    space: SpaceFlags | None = None  # of the search; None: the plan was priced alone
     timings: str = ""  # source of the measured times of all parts
     pinned: tuple[PinnedTimings, ...] = ()  # times of the parts
 

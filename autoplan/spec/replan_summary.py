@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoplan.spec.search_result import RankedPlan
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFigures:
+    """A plan in words, and its costs."""
+
+    plan: str
+    num_devices: int
+    step_s: float
+    memory_bytes: float  # on the device with the most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,9 +22,9 @@ class ReplanSummary:
     nodes_before: int
     nodes_left: int
     nodes_used: int  # by the new plan
-    before: RankedPlan
-    after: RankedPlan
-    same_layout: RankedPlan | None  # the plan of before with fewer replicas; None where there is no such plan
+    before: PlanFigures
+    after: PlanFigures
+    same_layout: PlanFigures | None  # the plan of before with fewer replicas; None where there is no such plan
     kept_share: float  # of the tokens a second of before
     # Of the devices, if the plan stays and the lost nodes, in different groups, stop their replicas, or with unequal
     # tensor-parallel degrees their tensor-parallel groups alone.

@@ -55,8 +55,8 @@ class MixedCluster:
         for part in self.parts:
             if part.wan is not None:
                 raise InputError(f"part {part.name!r} spans several sites: make every site a part")
-            if part.nodes:
-                raise InputError(f"part {part.name!r} names its nodes, which is not priced in mixed clusters yet")
+            if part.faults:
+                raise InputError(f"part {part.name!r} has faulty links, which a mixed cluster is not priced with")
 
     @property
     def num_devices(self) -> int:
