@@ -147,8 +147,13 @@ def _without_secret(text: str, url: str) -> str:
     return text
 
 
-def join_study(storage: BaseStorage, name: str | None, identity: Mapping[str, str]) -> tuple[optuna.Study, bool]:
-    """Return the study and whether it was created here; raise InputError if it belongs to a different search."""
+def join_study(
+    storage: BaseStorage, name: str | None, identity: Mapping[str, str], *, metric: str = ""
+) -> tuple[optuna.Study, bool]:
+    """Return the study and whether it was created here; raise InputError if it belongs to a different search.
+
+    `metric` is what viewers of the study call its values.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if name is not None and not _NAME.fullmatch(name):
         raise InputError(f"--study {name!r}: write at most 100 letters, digits, '.', '_' and '-'")
@@ -158,6 +163,10 @@ def join_study(storage: BaseStorage, name: str | None, identity: Mapping[str, st
         study = optuna.load_study(study_name=name, storage=storage)
         _check_same(study, identity)
         return study, False
+    if metric:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            study.set_metric_names([metric])
     study.set_user_attr(IDENTITY, dict(identity))
     return study, True
 

@@ -90,6 +90,7 @@ def _timed(
         how=how,  # type: ignore[arg-type]
         reason=reason,
         step_s=median(step_s),
+        steps_s=step_s,
         spread=math.hypot(RUN_SPREAD, spread_of_median),
         peak_bytes=peak_bytes,
         seconds=seconds,

@@ -67,6 +67,7 @@ class TrialResult:
     how: TrialEnd
     reason: str = ""
     step_s: float | None = None
+    steps_s: tuple[float, ...] = ()  # of each step that counts, for those who look at the study
     spread: float = RUN_SPREAD
     peak_bytes: float | None = None
     other_load: float | None = None  # share of the machine used by others, if known
@@ -129,7 +130,8 @@ class Tuning:
             **about,
             "plans": fingerprint((problem, [plan.plan for plan in plans])),
         }
-        study, _ = join_study(storage, name or f"{problem.model.name}-tune-{fingerprint(same)}", same)
+        name = name or f"{problem.model.name}-tune-{fingerprint(same)}"
+        study, _ = join_study(storage, name, same, metric="seconds per sequence")
         return cls(study, storage, plans)
 
     def trials(self) -> tuple[TunedTrial, ...]:
@@ -144,7 +146,7 @@ class Tuning:
             state=TrialState.RUNNING,
             params={axis: getattr(plan, axis) for axis in _AXES},
             distributions=self._distributions,
-            user_attrs={"plan": self._names[at], "predicted_s": self.plans[at].step_s},
+            user_attrs={"label": plan.describe(), "plan": self._names[at], "predicted_s": self.plans[at].step_s},
         )
         self._study.add_trial(trial)
         return max(trial.number for trial in self._study.get_trials(False))
@@ -156,8 +158,13 @@ class Tuning:
     def tell(self, number: int, result: TrialResult) -> None:
         """Record the outcome of a trial; only the first report counts."""
         trial_id = self._id(number)
+        at = self._names.index(self._study.get_trials(False)[number].user_attrs["plan"])
+        global_batch = self.plans[at].plan.global_batch
         with suppress(UpdateFinishedTrialError):
-            for name, value in asdict(result).items():
+            attributes = asdict(result)
+            for step, step_s in enumerate(attributes.pop("steps_s"), start=1):
+                self._storage.set_trial_intermediate_value(trial_id, step, step_s / global_batch)
+            for name, value in attributes.items():
                 self._storage.set_trial_user_attr(trial_id, name, value)
             # Feasible at 0 or less: a constraint that a model can learn, instead of a penalty.
             if result.how in ("measured", "slower", "oom"):
@@ -165,8 +172,7 @@ class Tuning:
             values = None
             if result.how == "measured":
                 assert result.step_s is not None
-                at = self._names.index(self._study.get_trials(False)[number].user_attrs["plan"])
-                values = [result.step_s / self.plans[at].plan.global_batch]
+                values = [result.step_s / global_batch]
             self._storage.set_trial_state_values(trial_id, STATES[result.how], values)
 
     def state(self) -> TuningState:

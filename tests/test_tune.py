@@ -341,7 +341,7 @@ def test_the_study_holds_all_and_another_program_goes_on(
         tuning.begin(1)
         tuning.tell(1, TrialResult(how="oom", reason="CUDA out of memory", seconds=5.0))
         tuning.begin(0)
-        tuning.tell(2, measured(plans, 0))
+        tuning.tell(2, replace(measured(plans, 0), steps_s=2 * (plans[0].step_s,)))
         tuning.tell(2, TrialResult(how="failed", reason="a second word"))
         study = tuning._study
         states = [trial.state.name for trial in study.get_trials()]
@@ -350,6 +350,10 @@ def test_the_study_holds_all_and_another_program_goes_on(
         assert study.best_value == pytest.approx(plans[0].step_s / 64)
         assert study.get_trials()[1].values is None
         assert study.get_trials()[2].params["micro_batch"] == plans[0].plan.micro_batch
+        # What a dashboard shows: the plan in words, every step, and what the values are.
+        assert study.get_trials()[2].user_attrs["label"] == plans[0].plan.describe()
+        assert list(study.get_trials()[2].intermediate_values.values()) == pytest.approx([plans[0].step_s / 64] * 2)
+        assert study.metric_names == ["seconds per sequence"]
     with opened(path) as storage:
         again = Tuning.joined(storage, problem, plans, name=None, about={"steps": "10"}).trials()
         assert [(one.at, one.job, one.result and one.result.how) for one in again] == [
