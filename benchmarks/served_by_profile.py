@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -29,18 +30,34 @@ from autoplan.profiler.protocol import Hello
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.tasks import reference_s
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.operations import COLLECTIVES, SHAPES, Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PlanFile
+from autoplan.topology.cluster import SwitchTier
 
-# (name, cluster, model, sequences, tokens, nodes that are measured, ranks on each)
-CASES = [
-    ("16 x 8 H100, all measured", "h100-sxm:16x8", "llama3-70b", 512, 8192, 16, 8),
-    ("16 x 8 H100, 4 nodes measured", "h100-sxm:16x8", "llama3-70b", 512, 8192, 4, 8),
-    ("GB200 NVL72, one rack", "gb200-nvl72:1x72", "llama3-8b", 576, 8192, 18, 4),
-    ("GB200 NVL72, 4 racks, one measured", "gb200-nvl72:4x72", "llama3-70b", 576, 8192, 18, 4),
-    ("64 x 8 H100, 8 nodes measured", "h100-sxm:64x8", "llama3-70b", 1024, 8192, 8, 8),
+LEAVES = (SwitchTier(num_nodes=4, oversubscription=1.0), SwitchTier(num_nodes=16, oversubscription=2.0))
+# (name, cluster, tiers of switches instead of its own, model, sequences, nodes that are measured, ranks on each)
+CASES: list[tuple[str, str, tuple[SwitchTier, ...], str, int, int, int]] = [
+    ("16 x 8 H100, all measured", "h100-sxm:16x8", (), "llama3-70b", 512, 16, 8),
+    ("16 x 8 H100, 4 nodes measured", "h100-sxm:16x8", (), "llama3-70b", 512, 4, 8),
+    (
+        "16 x 8 H100, fat tree of 4 and 16 nodes, 2:1, all measured",
+        "h100-sxm:16x8",
+        LEAVES,
+        "llama3-70b",
+        512,
+        16,
+        8,
+    ),
+    ("16 x 8 H100, the same fat tree, 4 nodes measured", "h100-sxm:16x8", LEAVES, "llama3-70b", 512, 4, 8),
+    ("GB200 NVL72, one rack", "gb200-nvl72:1x72", (), "llama3-8b", 576, 18, 4),
+    ("GB200 NVL72, 4 racks, all measured", "gb200-nvl72:4x72", (), "llama3-70b", 576, 72, 4),
+    ("GB200 NVL72, 4 racks, 2 measured", "gb200-nvl72:4x72", (), "llama3-70b", 576, 36, 4),
+    ("GB200 NVL72, 4 racks, one measured", "gb200-nvl72:4x72", (), "llama3-70b", 576, 18, 4),
+    ("64 x 8 H100, 8 nodes measured", "h100-sxm:64x8", (), "llama3-70b", 1024, 8, 8),
 ]
+SEQ_LEN = 8192
 
 
 @contextmanager
@@ -81,10 +98,13 @@ def hello_of(file: PlanFile, num_nodes: int, per_node: int, dtypes: tuple[str, .
 
 def main() -> None:
     """Print a line for each cluster."""
-    for name, cluster, model, batch, seq_len, num_nodes, per_node in CASES:
+    for name, preset, tiers, model, batch, num_nodes, per_node in CASES:
+        cluster = load_cluster(preset)
+        if tiers:
+            cluster = replace(cluster, network=replace(cluster.network, tiers=tiers))
         with tempfile.TemporaryDirectory() as folder:
             path, url = Path(folder) / "plan.json", f"{folder}/filled.db"
-            result = autoplan.search(model, cluster=cluster, global_batch=batch, seq_len=seq_len)
+            result = autoplan.search(model, cluster=cluster, global_batch=batch, seq_len=SEQ_LEN)
             result.save(path)
             open_store(url).close()
             ranking = OpenRanking(path, url, ("sustained",))
