@@ -48,10 +48,11 @@ from autoplan.cost.kernels.products import moved_per_accumulated_grad
 from autoplan.cost.kernels.sizes import sends_tokens_once
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
 from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
-from autoplan.cost.memory.recompute import activation_parts, offloaded, selective_s
+from autoplan.cost.memory.recompute import activation_parts, offloaded
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.layout import repeats_beside
+from autoplan.cost.recompute_times import selective_s
 from autoplan.spec.axes import KERNEL_AXES
 from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
 from autoplan.spec.finetuning import ENCODER

@@ -28,11 +28,11 @@ from autoplan.cost.collectives.tensor_parallel import (
 from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.memory.parameters import end_parameters, stage_parameters, unit_parameters
-from autoplan.cost.memory.recompute import resent_share
 from autoplan.cost.network.algorithms import link_bytes
 from autoplan.cost.network.links import Links
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside, stage_blocks
 from autoplan.cost.pipeline.order import rank_of_chunks
+from autoplan.cost.recompute_times import resent_share
 from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block
 from autoplan.spec.operations import Operation

@@ -1,4 +1,4 @@
-"""Bytes that a block stores for its backward pass, bytes saved by recomputation, and the time of recomputation.
+"""Bytes that a block stores for its backward pass, and bytes saved by recomputation and offloading.
 
 Bytes follow `modelling` B2.  Parts of a layer are named as in Megatron-Core's --recompute-modules; arrays have one
 element per plan.
@@ -14,7 +14,6 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.arithmetic import DELTA_CHUNK_TOKENS
 from autoplan.cost.kernels.linears import ADDED, BlockShape
-from autoplan.cost.kernels.memory_bound import STORED_CAST_BYTES, memory_bound_s
 from autoplan.cost.kernels.sizes import (
     NARROW_BYTES,
     encoder_tokens,
@@ -25,7 +24,6 @@ from autoplan.cost.kernels.sizes import (
     operand_bytes,
     rank_tokens,
 )
-from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.memory.state_types import WIDE_BYTES
 from autoplan.spec.enums import OffloadLayers, OffloadModules, RecomputeModule
 from autoplan.spec.model import ATTENTION_BLOCKS, Block
@@ -45,12 +43,6 @@ GIVEN_BACK_BY: Mapping[RecomputeModule, tuple[RecomputeModule, ...]] = {
     RecomputeModule.MOE_ACT: (RecomputeModule.MOE_ACT, RecomputeModule.MOE),
     RecomputeModule.SHARED_EXPERTS: (RecomputeModule.SHARED_EXPERTS, RecomputeModule.MOE),
 }
-# Matrix names of each part.
-LINEARS_OF: Mapping[RecomputeModule, tuple[str, ...]] = {
-    RecomputeModule.MLA_UP_PROJ: ("q_up", "kv_up"),
-    RecomputeModule.SHARED_EXPERTS: ("shared_fc1", "shared_fc2"),
-}
-
 Parts = dict[RecomputeModule | None, Floats]
 
 
@@ -82,31 +74,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     if reads_others_norm:
         normed = element
     norm = normed + np.where(batch.dropout, 1.0, 0.0)  # one byte for a mask
-    if block in ATTENTION_BLOCKS:
-        parts = _attention_parts(problem, batch, block, shape)
-    elif block is Block.MAMBA and model.mamba:
-        inner = model.mamba.inner_size
-        wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
-        parts = {None: element * rank_tokens(problem, batch) * wide / batch.tp}
-    elif block is Block.LINEAR_ATTENTION and model.linear_attention:
-        # Projections, convolution inputs, scores of one chunk per head, and values before and after their norm and
-        # gate.
-        net = model.linear_attention
-        projected = sum(linear.out_size for linear in shape.linears[:-1])
-        wide = projected + net.conv_width + DELTA_CHUNK_TOKENS * net.num_value_heads
-        parts = {None: element * rank_tokens(problem, batch) * (wide + 2 * net.value_width) / batch.tp}
-    elif block is Block.CONVOLUTION:
-        # The projection, input and output of the convolution, and the input of the last matrix.
-        parts = {None: element * rank_tokens(problem, batch) * 6 * model.hidden_size / batch.tp}
-    elif block is Block.MOE:
-        parts = _moe_parts(problem, batch, shape)
-    else:
-        parts = {
-            RecomputeModule.MLP: _bytes_per_width(problem, batch, keeps_input=shape.keeps_input("fc2"))
-            * rank_tokens(problem, batch)
-            * model.ffn_size
-            / batch.tp
-        }
+    parts = _parts_behind_norm(problem, batch, block, shape)
     # The norm's output is the input of the first GEMM.
     output, always_kept = input_bytes(problem, batch) * sliced, (norm - element) * sliced
     if reads_others_norm or not any(shape.keeps_input(name) for name in NORMED):
@@ -115,7 +83,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     always_kept = always_kept + element * added * norm_tokens(problem, batch)
     if shape.is_frozen:
         always_kept = always_kept + _adapter_bytes(problem, batch, shape)
-    if _has_norm_module(problem, block):
+    if has_norm_module(problem, block):
         parts[RecomputeModule.LAYERNORM] = output
     else:
         always_kept = always_kept + output
@@ -129,6 +97,31 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
             always_kept = always_kept + gathered
     parts[None] = parts.get(None, 0.0) + always_kept
     return parts
+
+
+def _parts_behind_norm(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
+    """Bytes that a block stores per micro-batch apart from its norm, by part."""
+    model, element, tokens = problem.model, problem.training.element_bytes, rank_tokens(problem, batch)
+    if block in ATTENTION_BLOCKS:
+        return _attention_parts(problem, batch, block, shape)
+    if block is Block.MOE:
+        return _moe_parts(problem, batch, shape)
+    if block is Block.MAMBA and model.mamba:
+        inner = model.mamba.inner_size
+        wide = shape.linears[0].out_size + inner + 2 * model.mamba.num_groups * model.mamba.state_size + 2 * inner
+        return {None: element * tokens * wide / batch.tp}
+    if block is Block.LINEAR_ATTENTION and model.linear_attention:
+        # Projections, convolution inputs, scores of one chunk per head, and values before and after their norm and
+        # gate.
+        net = model.linear_attention
+        projected = sum(linear.out_size for linear in shape.linears[:-1])
+        wide = projected + net.conv_width + DELTA_CHUNK_TOKENS * net.num_value_heads
+        return {None: element * tokens * (wide + 2 * net.value_width) / batch.tp}
+    if block is Block.CONVOLUTION:
+        # The projection, input and output of the convolution, and the input of the last matrix.
+        return {None: element * tokens * 6 * model.hidden_size / batch.tp}
+    width = bytes_per_width(problem, batch, keeps_input=shape.keeps_input("fc2"))
+    return {RecomputeModule.MLP: width * tokens * model.ffn_size / batch.tp}
 
 
 def _product_parts(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Parts:
@@ -212,7 +205,7 @@ def casts_norms(problem: Problem) -> bool:
     return eager_norm_bytes(problem) > 0 and problem.training.element_bytes < WIDE_BYTES
 
 
-def _has_norm_module(problem: Problem, block: Block) -> bool:
+def has_norm_module(problem: Problem, block: Block) -> bool:
     """Return whether the norm before a block is a separate module (Megatron-LM gpt_layer_specs.py): MLA, experts."""
     return block is Block.MOE or (block in ATTENTION_BLOCKS and problem.model.mla is not None)
 
@@ -286,7 +279,7 @@ def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floa
     return stored + np.where(copy < problem.training.element_bytes, copy, 0.0)
 
 
-def _bytes_per_width(
+def bytes_per_width(
     problem: Problem, batch: PlanBatch, *, keeps_input: bool = True, is_checkpointed: Bools | bool = False
 ) -> Floats:
     """Bytes of fc1's output (gate and up) and of fc2's input; an eager activation also stores its steps.
@@ -315,7 +308,7 @@ def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     inputs, gates = _routed_bytes(problem, batch, shape)
     if problem.framework.memory.fsdp2_states:  # outputs for the gradients of the scores, and weighted by the scores
         inputs = inputs + 2.0 * narrow * routed * (moe.latent_size or model.hidden_size)
-    shared_width = _bytes_per_width(problem, batch, keeps_input=shape.keeps_input("shared_fc2"))
+    shared_width = bytes_per_width(problem, batch, keeps_input=shape.keeps_input("shared_fc2"))
     return {
         RecomputeModule.MOE: 12.0 * norm_tokens(problem, batch) * moe.num_experts + inputs + gates,
         RecomputeModule.MOE_ACT: narrow * per_width * shape.keeps_input("expert_fc2"),
@@ -380,97 +373,13 @@ def kept_bytes(problem: Problem, batch: PlanBatch, parts: Parts) -> Floats:
     return np.where(batch.recompute == SELECTIVE, 1.0 - share, 1.0) * total
 
 
-def selective_s(
-    problem: Problem,
-    batch: PlanBatch,
-    block: Block,
-    kernels: KernelTimes,
-    forward_s: Floats,
-    inputs_s: Floats,
-    never_repeated_s: Floats,
-) -> Floats:
-    """Time that selective recomputation adds to a block's backward pass; its forward pass takes `forward_s`.
-
-    A framework that recomputes a share of all layers pays that share of a layer's recomputation.  By named part: the
-    attention core, although a flash kernel saves no memory (megatron/core/transformer/attention.py:1555; 3.9 % of a
-    step of Moonlight, row bridge_ab-002); the MLP or MoE with its communication, except `never_repeated_s`; other parts
-    by their matrices or the bytes that they move.
-    """
-    zeros = np.zeros(len(batch))
-    selective = batch.recompute == SELECTIVE
-    if share := problem.framework.kernels.selective_recompute_share:
-        again = share * (forward_s - never_repeated_s)
-        if problem.framework.kernels.selective_saves_attention:
-            again = share * kernels.gemm.forward_s + kernels.memory.forward_s + inputs_s
-        return np.where(selective, again, 0.0)
-    if not batch.recompute_modules.any():
-        return zeros
-    times = {
-        module: np.where(repeats, _module_s(problem, batch, module, kernels, forward_s - never_repeated_s), 0.0)
-        for module in _parts_of(problem, block)
-        if (repeats := batch.repeats(module)).any()
-    }
-    # A separate norm precedes the other named parts (core/transformer/transformer_layer.py, _forward_mlp); the MoE
-    # layer and parts of it may both be named.
-    norm = times.pop(RecomputeModule.LAYERNORM, zeros)
-    if problem.framework.memory.keeps_products_alone and block in ATTENTION_BLOCKS and not problem.model.mla:
-        norm = np.where(batch.repeats(RecomputeModule.LAYERNORM), kernels.matrix_forward_s["out"], 0.0)
-    own = _norm_s(problem, batch) if _has_norm_module(problem, block) else zeros
-    return norm + np.minimum(add_up(times.values()) + zeros, forward_s - own)
-
-
-def resent_share(problem: Problem, batch: PlanBatch, block: Block) -> Floats:
-    """Share of the blocks of a kind that selective recomputation repeats including their collectives."""
-    share = problem.framework.kernels.selective_recompute_share
-    modules = {Block.MLP: RecomputeModule.MLP, Block.MOE: RecomputeModule.MOE}
-    by_name = 1.0 * batch.repeats(modules[block]) if block in modules else np.zeros(len(batch))
-    return np.where((batch.recompute == SELECTIVE) & (share > 0), share, by_name)
-
-
-def _parts_of(problem: Problem, block: Block) -> tuple[RecomputeModule, ...]:
-    norm: tuple[RecomputeModule, ...] = (RecomputeModule.LAYERNORM,) if _has_norm_module(problem, block) else ()
-    if block in ATTENTION_BLOCKS:
-        latent = (RecomputeModule.MLA_UP_PROJ,) if problem.model.mla else ()
-        return (*norm, RecomputeModule.CORE_ATTN, *latent)
-    if block is Block.MOE:
-        return (*norm, RecomputeModule.MOE, RecomputeModule.MOE_ACT, RecomputeModule.SHARED_EXPERTS)
-    return (RecomputeModule.MLP,) if block is Block.MLP else ()
-
-
-def _norm_s(problem: Problem, batch: PlanBatch) -> Floats:
-    moved = 4.0 * norm_tokens(problem, batch) * problem.model.hidden_size
-    return memory_bound_s(problem, problem.framework.kernels.kernel_bytes_factor * moved)
-
-
-def _module_s(
-    problem: Problem,
-    batch: PlanBatch,
-    module: RecomputeModule,
-    kernels: KernelTimes,
-    forward_s: Floats,
-) -> Floats:
-    if module == "core_attn":
-        return kernels.attention.forward_s
-    if module in ("mlp", "moe"):
-        return forward_s
-    if module == "layernorm":
-        return _norm_s(problem, batch)
-    if module == "moe_act" and problem.model.moe:
-        moe = problem.model.moe
-        routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
-        width = routed * moe.expert_ffn_size / batch.etp
-        moved = problem.framework.kernels.kernel_bytes_factor * _bytes_per_width(problem, batch, is_checkpointed=True)
-        return memory_bound_s(problem, (moved + STORED_CAST_BYTES * batch.fp8_activation_input) * width)
-    return add_up(time for name, time in kernels.matrix_forward_s.items() if name in LINEARS_OF[module])
-
-
 def _routed_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tuple[Floats, Floats]:
     """Return (bytes of the inputs of experts, of their gates and ups) that a rank stores per micro-batch."""
     moe = problem.model.moe
     assert moe is not None
     routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
     is_checkpointed = batch.repeats(RecomputeModule.MOE_ACT)
-    gates = _bytes_per_width(problem, batch, keeps_input=False, is_checkpointed=is_checkpointed)
+    gates = bytes_per_width(problem, batch, keeps_input=False, is_checkpointed=is_checkpointed)
     inputs = (
         input_bytes(problem, batch) * shape.keeps_input("expert_fc1") * (moe.latent_size or problem.model.hidden_size)
     )
