@@ -93,7 +93,7 @@ def ranked(problem: Problem, costs: CostEstimate, order: Iterable[int]) -> tuple
     Tokens are sample tokens without padding.  MFU follows Megatron-LM: model FLOPs without recomputation over the
     datasheet peak of the precision.
     """
-    devices, learnt = problem.cluster.num_devices, useful(problem.training)
+    devices, learnt = problem.num_devices, useful(problem.training)
     flops_per_token = training_flops_per_token(problem.model, problem.training)
     _, peak = datasheet_peak(problem.cluster.device, problem.training.precision)
     verdicts = costs.verdict

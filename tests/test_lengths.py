@@ -23,6 +23,7 @@ from autoplan.spec.lengths import BATCHINGS, Batching, Lengths
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
+from unequal_pipeline import one_forward_one_backward
 
 MODEL = "llama3.2-1b"
 TWO = Lengths(histogram=((100, 3), (400, 1)))  # a quarter of the samples is four times as long
@@ -272,32 +273,6 @@ def test_more_ranks_wait_longer_and_larger_microbatches_less() -> None:
     assert grows == sorted(grows)
     shrinks = [waited("unpadded", at_end=8, micro_batch=size, microbatches=64 // size) * size for size in (1, 4, 16)]
     assert shrinks == pytest.approx([shrinks[0]] * 3, rel=0.01)  # as many samples in a step, however cut
-
-
-def one_forward_one_backward(stages: int, sizes: np.ndarray[Any, Any]) -> float:
-    """Makespan of 1F1B where pass after pass takes as long as its micro-batch says, in mean micro-batches."""
-    count, orders = len(sizes), []
-    for rank in range(stages):
-        ahead = min(stages - rank - 1, count)
-        order = [("F", at) for at in range(ahead)]
-        for at in range(count - ahead):
-            order += [("F", ahead + at), ("B", at)]
-        orders.append(order + [("B", at) for at in range(count - ahead, count)])
-    end: dict[tuple[str, int, int], float] = {}
-    done, clock = [0] * stages, [0.0] * stages
-    while min(clock) == 0 or any(done[rank] < 2 * count for rank in range(stages)):
-        for rank in range(stages):
-            while done[rank] < 2 * count:
-                kind, at = orders[rank][done[rank]]
-                needs = [("F", at, rank - 1)] if kind == "F" and rank else []
-                if kind == "B":
-                    needs = [("F", at, rank), *([("B", at, rank + 1)] if rank < stages - 1 else [])]
-                if any(need not in end for need in needs):
-                    break
-                start = max([clock[rank], *(end[need] for need in needs)])
-                clock[rank] = end[kind, at, rank] = start + sizes[at] / 3 * (1 if kind == "F" else 2)
-                done[rank] += 1
-    return max(clock)
 
 
 @pytest.mark.parametrize(("stages", "count"), [(2, 8), (4, 8), (4, 64), (8, 32)])

@@ -20,36 +20,13 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
-
-# What Qwen/Qwen2.5-VL-7B-Instruct publishes, whose card says 8.29B parameters.
-QWEN = {
-    "model_type": "qwen2_5_vl",
-    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_attention_heads": 28,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-    "vocab_size": 152064,
-    "vision_config": {
-        "depth": 32,
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "in_chans": 3,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-    },
-}
+from model_specs import QWEN_VL
 
 
 @pytest.fixture(scope="module")
 def qwen() -> ModelSpec:
     """Qwen2.5-VL-7B."""
-    return read_huggingface(QWEN, "qwen2.5-vl-7b")
+    return read_huggingface(QWEN_VL, "qwen2.5-vl-7b")
 
 
 def test_a_published_config_has_the_parameters_of_its_checkpoint(qwen: ModelSpec) -> None:
@@ -71,7 +48,7 @@ def test_layers_that_look_at_squares_of_patches_work_less(qwen: ModelSpec) -> No
 
 
 def test_an_encoder_whose_sizes_are_not_in_the_file_is_left_out() -> None:
-    table = {**QWEN, "vision_config": {"model_type": "qwen2_5_vl", "hidden_size": 1280}}
+    table = {**QWEN_VL, "vision_config": {"model_type": "qwen2_5_vl", "hidden_size": 1280}}
     model = read_huggingface(table, "part")
     assert model.encoder is None
     assert model.left_out == "vision_config"
@@ -80,7 +57,7 @@ def test_an_encoder_whose_sizes_are_not_in_the_file_is_left_out() -> None:
 
 
 def test_a_class_of_the_text_model_alone_has_no_encoder(qwen: ModelSpec) -> None:
-    model = read_huggingface({**QWEN, "architectures": ["Qwen2_5_VLForCausalLM"]}, "text")
+    model = read_huggingface({**QWEN_VL, "architectures": ["Qwen2_5_VLForCausalLM"]}, "text")
     assert count_parameters(model) == count_parameters(qwen) - encoder_parameters(qwen)
     assert model.left_out == ""
 

@@ -8,17 +8,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypedDict, Unpack, get_args
 
 from autoplan.api.calibrations import calibration_of, check_fitted
+from autoplan.api.encoder_options import beside_encoder, with_encoder_options
 from autoplan.api.timings import with_timings
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
-from autoplan.base.units import check_count, check_positive
+from autoplan.base.units import check_positive
 from autoplan.base.values import parse_batches, parse_size
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, facts_of, find_target, rules_for, target_called, usual_target
 from autoplan.readers.calibration import built_in_calibration, load_calibration
 from autoplan.readers.finetuning import combined, optimizer_named, optimizer_of, preference_of
-from autoplan.readers.lengths import load_lengths
+from autoplan.readers.lengths import load_images, load_lengths
 from autoplan.readers.mixed_cluster import load_parts
 from autoplan.readers.model import load_model as read_model
 from autoplan.search.flags import check_words, with_flags
@@ -30,7 +31,7 @@ from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
 from autoplan.spec.input_rate import InputRate, parse_input_rate
-from autoplan.spec.lengths import Lengths
+from autoplan.spec.lengths import ImageCounts, Lengths
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS
@@ -76,7 +77,9 @@ class ProblemOptions(TypedDict, total=False):
     loss: str | None  # over pairs of answers, instead of the next token: dpo or reward
     reference: str | None  # of dpo: copy, base (the model without its adapters) or none (worked out before)
     optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
-    images: int | None  # in a sample, of a model with an encoder of images
+    # In a sample, of a model with an encoder of images; where samples differ: "1:1,8:1" (images:samples).
+    images: int | str | ImageCounts | None
+    encoder_ranks: str | None  # ranks of its own for the encoder of images: "tp=2,dp=4"; of a search also "auto"
     image_tokens: int | None  # of the text model, that one image becomes
     encoder_len: int | None  # tokens of the text, or positions of the sound, that a decoder attends to
     quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
@@ -153,6 +156,8 @@ def make_problem(
     """
     cluster_spec = load_cluster(cluster)
     parts = _parts(model, seq_len, options)
+    if options.get("encoder_ranks") is not None:
+        cluster_spec = beside_encoder(cluster_spec, parts.model.encoder_apart)
     calibration = _calibration(parts.framework, cluster_spec, options)
     problem = Problem(**parts._asdict(), cluster=cluster_spec, calibration=calibration)
     block_shapes(parts.model, parts.training.finetuning)  # refuses adapters on what the model does not have
@@ -176,6 +181,8 @@ def make_mixed_problem(
 ) -> MixedProblem:
     """Return the problem of training `model` on a mixed cluster, whose parts are priced as by `make_problem`."""
     parts = _parts(model, seq_len, options)
+    if parts.model.encoder_apart:
+        raise InputError("--encoder-ranks are not priced on mixed clusters: leave them out")
     alone = [make_problem(parts.model, cluster=part, seq_len=seq_len, **options) for part in cluster.parts]
     return MixedProblem(
         **parts._asdict(),
@@ -206,6 +213,11 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         table["finetuning"] = asdict(tuning)
     if (lengths := options.get("lengths")) is not None:
         table["lengths"] = asdict(lengths if isinstance(lengths, Lengths) else load_lengths(str(lengths)))
+    images = options.get("images")
+    if images is not None and not isinstance(images, ImageCounts):
+        images = load_images(str(images))
+    if images is not None and len(images.histogram) > 1:
+        table["images"] = asdict(images)
     for name in ("document_len", "expert_imbalance", "capacity_factor", "batching"):
         if (value := options.get(name)) is not None:
             table[name] = value
@@ -228,7 +240,13 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     if options.get("capacity_factor") is not None:
         framework = framework.preferring("token_dropping=on")
     return _Parts(
-        model=_with_encoded(loaded, options),
+        model=with_encoder_options(
+            loaded,
+            images=images,
+            image_tokens=options.get("image_tokens"),
+            encoder_len=options.get("encoder_len"),
+            ranks=options.get("encoder_ranks"),
+        ),
         training=decode(TrainingSpec, table, "training"),
         framework=framework,
         reserve_bytes=reserve_bytes,
@@ -243,29 +261,6 @@ def _input_rates(options: ProblemOptions) -> list[InputRate]:
     if sample_bytes is not None:
         check_positive("--sample-size", sample_bytes)
     return [parse_input_rate(text, sample_bytes) for text in ([rates] if isinstance(rates, str) else rates)]
-
-
-def _with_encoded(model: ModelSpec, options: ProblemOptions) -> ModelSpec:
-    """The model with as many images in a sample, and an encoder of as many tokens, as the options say."""
-    encoder, encoder_len = model.encoder, options.get("encoder_len")
-    images, tokens = options.get("images"), options.get("image_tokens")
-    if encoder_len is not None:
-        if encoder is None or not model.cross_attention:
-            raise InputError(f"--encoder-len needs a model with cross attention, {model.name} has none: leave it out")
-        check_count("--encoder-len", encoder_len, at_most=10**7)
-        model = replace(model, encoder=replace(encoder, patches=encoder_len))
-    if images is None and tokens is None:
-        return model
-    if encoder is None or model.cross_attention:
-        raise InputError(f"--images and --image-tokens need a model with images, {model.name} has none: leave them out")
-    if tokens is not None:
-        check_count("--image-tokens", tokens, at_most=10**7)
-        patches = max(round(encoder.patches * tokens / encoder.image_tokens), 1)
-        encoder = replace(encoder, image_tokens=tokens, patches=patches)
-    if images is not None:
-        check_count("--images", images, at_most=10**5)
-        encoder = replace(encoder, images=images)
-    return replace(model, encoder=encoder)
 
 
 def _is_from_runs(options: ProblemOptions) -> bool:

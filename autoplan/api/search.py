@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
 
+from autoplan.api.encoder_options import encoder_ranks
 from autoplan.api.plan_files import make_plan_file
 from autoplan.api.plan_result import PlanResult
 from autoplan.api.problem import (
@@ -25,7 +26,7 @@ from autoplan.api.problem import (
     unpriced_parts,
 )
 from autoplan.api.training_run import RunOptions, search_run
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import format_bytes
 from autoplan.cost.spreads import NORMAL_90
 from autoplan.launch.targets import job_of
@@ -109,6 +110,13 @@ def search(
     """
     quantile = quantile_of(prefer, robust)
     problem_options, run = _divided(options)
+    ranks = problem_options.get("encoder_ranks")
+    if ranks and (run or launch_file is not None):
+        raise InputError(
+            "--encoder-ranks are for the fastest step on equal nodes: leave objectives, runs and --from out"
+        )
+    if ranks == "auto":
+        problem_options["encoder_ranks"] = None
     if launch_file is not None and (run or quantile is not None):
         raise InputError("--from finds the fastest step on equal nodes: leave objectives, runs and --robust out")
     to = priced_target(to, problem_options) if launch_file is None else to
@@ -128,6 +136,11 @@ def search(
         sharing=_Sharing(storage=storage, study=study, workers=workers, progress=progress),
         started=started,
     )
+    if ranks == "auto":
+        grids = encoder_ranks(problem.model, problem.cluster)
+        chosen: list[ProblemOptions] = [{**problem_options, "encoder_ranks": grid} for grid in grids]
+        problems = [make_problem(problem.model, cluster=cluster, seq_len=seq_len, **of) for of in chosen]
+        return _best_of(question, problems)
     return _best_run(question, run) if run else _best_step(question)
 
 
@@ -198,6 +211,19 @@ def _best_run(question: _Question, run: RunOptions) -> PlanResult:
     return _result(question.file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report), chosen.problem)
 
 
+def _best_of(question: _Question, problems: Sequence[Problem]) -> PlanResult:
+    """Return the answer of the problem with the fastest step; NoPlanError if none has a plan."""
+    answers, refusal = [], NoPlanError("")
+    for problem in problems:
+        try:
+            answers.append(_best_step(replace(question, problem=problem)))
+        except NoPlanError as error:
+            refusal = error
+    if not answers:
+        raise refusal
+    return min(answers, key=lambda answer: answer.file.best.step_s)
+
+
 def _best_step(question: _Question) -> PlanResult:
     """Return the plans with the least step time, or the least quantile of it."""
     problem, quantile, started, sampling = question.problem, question.quantile, question.started, question.sampling
@@ -260,14 +286,14 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
     if file.space and file.space.to:
         job_of(file, file.space.to)  # which says what it cannot express of the model
     plan, warnings = file.best.plan, [*unpriced_parts(problem.model)]
-    encoder = problem.model.encoder
+    encoder = problem.model.any_encoder
     if problem.model.cross_attention and encoder and not encoder.patches:
         warnings.append(
             f"the encoder of {problem.model.name} is assumed to read as many tokens per sample as its decoder, "
             f"{problem.encoder_len:,}: --encoder-len says another number"
         )
     elif encoder and not problem.model.cross_attention:
-        count = f"{encoder.images} x {encoder.image_tokens:,} tokens of images or sound"
+        count = f"{encoder.images:g} x {encoder.image_tokens:,} tokens of images or sound"
         warnings.append(f"a sample of {problem.model.name} has {count}: --images and --image-tokens set another number")
     if file.best.verdict != "fits":
         risk = f"{100 * file.best.oom_probability:.0f} %"

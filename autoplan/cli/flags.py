@@ -118,7 +118,20 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             unset="no token is dropped",
         ),
         _number("document_len", "Mean length of packed documents; attention stays within a document.", "TOKENS"),
-        _number("images", "Images per sample, for a model with an image encoder; default: 1."),
+        _shared(
+            "images",
+            "N|IMAGES:SAMPLES,...",
+            "Images (or tiles of them) per sample, for a model with an image encoder; IMAGES:SAMPLES pairs where "
+            "samples differ.",
+            "1",
+        ),
+        _shared(
+            "encoder_ranks",
+            "tp=T,dp=D|auto",
+            "Ranks of its own for an image encoder, in front of those of the text model (MegatronMIMO); auto lets a "
+            "search try them.",
+            unset="those of the text model",
+        ),
         _number(
             "encoder_len",
             "Sequence length of the encoder in an encoder-decoder model; default: from its file, or --seq-len.",

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up
+from autoplan.cost.encoder_ranks import encoder_ranks
 from autoplan.cost.memory.parameters import stage_parameters
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS, host_bytes, stage_memory
 from autoplan.cost.pipeline.layout import stage_blocks
@@ -36,14 +37,23 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     worst = np.zeros(len(batch), dtype=np.int64)
     logged, host = np.zeros(len(batch)), np.zeros(len(batch))
     for where, laid in _laid_out(problem, batch):
-        for name, value in step_terms(LaidOutPipelines.plain(problem, laid)).items():
+        pipelines = LaidOutPipelines.plain(problem, laid)
+        of_step = step_terms(pipelines)
+        if (encoder := encoder_ranks(problem, laid.batch)) is not None:
+            of_step |= encoder.waits_s(pipelines, of_step)
+        for name, value in of_step.items():
             terms[name][where] = value
         logged[where] = laid.memory.logged_bytes(problem)
         host[where] = host_bytes(problem, laid.batch, laid.parameters, laid.memory.offloaded_bytes)
         worst[where] = worst_stage = np.argmax(laid.memory.reserved_bytes, axis=1)
         for name, value in laid.memory.terms.items():
             memory[name][where] = value[np.arange(len(worst_stage)), worst_stage]
-    terms = with_stragglers(terms, batch.num_devices)
+        if encoder is not None:
+            is_fuller = encoder.reserved_bytes > laid.memory.reserved_bytes.max(axis=1)
+            for name, value in encoder.memory_terms.items():
+                memory[name][where] = np.where(is_fuller, value, memory[name][where])
+    apart = problem.num_devices - problem.cluster.num_devices
+    terms = with_stragglers(terms, batch.num_devices + apart)
     step_s, reserved = add_up(terms.values()), add_up(memory.values())
     low_s, high_s = interval(terms, step_s, Familiarity.of(problem, batch))
     return CostEstimate(
@@ -85,7 +95,10 @@ def memory_oom_z(problem: Problem, batch: PlanBatch) -> Floats:
         parameters = stage_parameters(problem, plans, blocks)
         memory = stage_memory(problem, plans, blocks, parameters)
         on_host = host_bytes(problem, plans, parameters, memory.offloaded_bytes)
-        of_plans[where] = oom_z(problem, memory.reserved_bytes.max(axis=1), on_host)
+        reserved = memory.reserved_bytes.max(axis=1)
+        if (encoder := encoder_ranks(problem, plans)) is not None:
+            reserved = np.maximum(reserved, encoder.reserved_bytes)
+        of_plans[where] = oom_z(problem, reserved, on_host)
     return of_plans
 
 

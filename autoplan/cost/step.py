@@ -24,8 +24,10 @@ from autoplan.cost.pipeline.closed_forms import Makespan, gpipe_s, pipeline_s
 from autoplan.cost.pipeline.order import PipelineShape
 from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.stages import Stages, chunk_times, work_terms
-from autoplan.cost.uneven_lengths import Varying, varying_s, waiting_s
+from autoplan.cost.uneven_images import Encoding, images_waiting_s
+from autoplan.cost.uneven_lengths import Varying, met_in_turn, varying_s, waiting_s
 from autoplan.spec.enums import Schedule
+from autoplan.spec.model import ENCODER_BLOCKS
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import STEP_TERMS
@@ -149,19 +151,19 @@ def over_stages(layouts: Sequence[PartLayout], values: Sequence[Floats], num_pip
 # -- the passes -------------------------------------------------------------------------------------------------------
 
 
-def _makespan(pipelines: LaidOutPipelines) -> Makespan:
+def makespan(pipelines: LaidOutPipelines) -> Makespan:
     """Return (work, messages, critical stage) of every pipeline by its schedule's closed form or order."""
     batch, m, hop_s = pipelines.batch, pipelines.batch.num_microbatches, pipelines.hop_s
     overlaps = pipelines.layouts[0].problem.framework.overlap.p2p_overlap
-    makespan = pipeline_s(pipelines.forward_s, pipelines.backward_s, hop_s, m, batch.vp, overlaps=overlaps)
+    result = pipeline_s(pipelines.forward_s, pipelines.backward_s, hop_s, m, batch.vp, overlaps=overlaps)
     is_gpipe = batch.schedule == Schedule.GPIPE.code
     if is_gpipe.any():
         flow = gpipe_s(pipelines.forward_s, pipelines.backward_s, m, hop_s[:, :-1], overlaps=overlaps)
-        makespan = Makespan(*(np.where(is_gpipe, *pair) for pair in zip(flow, makespan, strict=True)))
+        result = Makespan(*(np.where(is_gpipe, *pair) for pair in zip(flow, result, strict=True)))
     for rows, times in _run_in_order(pipelines):
-        for values, ordered in zip(makespan, (times.send_free_s, times.exposed_send_s, times.critical), strict=True):
+        for values, ordered in zip(result, (times.send_free_s, times.exposed_send_s, times.critical), strict=True):
             values[rows] = ordered
-    return makespan
+    return result
 
 
 def _run_in_order(pipelines: LaidOutPipelines) -> Iterator[tuple[Ints, PipelineTimes]]:
@@ -208,7 +210,7 @@ def collectives_s(pipelines: LaidOutPipelines) -> tuple[Floats, Floats]:
     return reduce_s, gather_s
 
 
-def _end_of_step(pipelines: LaidOutPipelines) -> dict[str, Floats]:
+def end_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
     """Exposed gradient reduction, optimizer step and parameter gather (`modelling` C7, E5)."""
     reduce_s, gather_s = collectives_s(pipelines)
     first = np.zeros(len(pipelines.batch), dtype=np.int64)
@@ -256,9 +258,12 @@ def straggler_share(num_devices: Ints) -> Floats:
     return STRAGGLER_SPREAD * beyond[at]
 
 
-def _uneven_lengths_s(pipelines: LaidOutPipelines) -> Floats:
-    """Time waiting for longer samples, as the mean over stages."""
-    if pipelines.layouts[0].problem.training.lengths is None:
+def _uneven_samples_s(pipelines: LaidOutPipelines) -> Floats:
+    """Time waiting for longer samples, as the mean over stages, or for those with more images."""
+    training = pipelines.layouts[0].problem.training
+    if training.images is not None and pipelines.layouts[0].problem.model.encoder is not None:
+        return images_waiting_s(training.images, _encoding(pipelines))
+    if training.lengths is None:
         return np.zeros(len(pipelines.batch))
     tokens_s, squares_s = (np.zeros(len(pipelines.batch)) for _ in range(2))
     for layout in pipelines.layouts:
@@ -274,12 +279,36 @@ def _uneven_lengths_s(pipelines: LaidOutPipelines) -> Floats:
     return waiting_s(pipelines.layouts[0].problem, pipelines.batch, Varying(tokens_s, squares_s))
 
 
+def _encoding(pipelines: LaidOutPipelines) -> Encoding:
+    """Return the times of the encoder of images on the first stage, and of what works beside it."""
+    batch, problem, passes_s = pipelines.batch, pipelines.layouts[0].problem, pipelines.forward_s + pipelines.backward_s
+    encoder = []
+    for layout in pipelines.layouts:
+        blocks = [block for block in layout.laid.blocks.count if block in ENCODER_BLOCKS.values()]
+        costs, count = layout.laid.costs.blocks, layout.laid.blocks.count
+        passes = ((costs[of].total_forward_s + costs[of].total_backward_s) * count[of][:, 0] for of in blocks)
+        encoder.append({"encoder": layout.overall * add_up(passes)})
+    encoder_s = pipelines.at(np.zeros(len(batch), dtype=np.int64), encoder)["encoder"]
+    in_turn = met_in_turn(problem, batch)
+    return Encoding(
+        encoder_s=encoder_s,
+        beside_s=passes_s[:, 0] - encoder_s,
+        others_s=passes_s[:, 1:].max(axis=1, initial=0.0),
+        samples=problem.training.sequences_per_sample * batch.micro_batch,
+        microbatches=batch.num_microbatches,
+        stages=batch.pp,
+        is_gpipe=batch.schedule == Schedule.GPIPE.code,
+        in_turn=in_turn,
+        at_end=batch.dp // in_turn,
+    )
+
+
 # -- all of it --------------------------------------------------------------------------------------------------------
 
 
 def step_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
     """Seconds of a step by term, without stragglers."""
-    work_s, send_s, critical = _makespan(pipelines)
+    work_s, send_s, critical = makespan(pipelines)
     work = [
         {name: layout.overall * value for name, value in work_terms(layout.laid, layout.per_row(critical)).items()}
         for layout in pipelines.layouts
@@ -288,8 +317,8 @@ def step_terms(pipelines: LaidOutPipelines) -> dict[str, Floats]:
     busy_s = add_up(value for name, value in terms.items() if name != "head") + terms["head"]
     terms["pipeline_bubble"] = np.maximum(work_s - busy_s, 0.0)  # rounding may leave -0
     terms["pipeline_send"] = send_s
-    terms |= _end_of_step(pipelines)
-    terms["uneven_lengths"] = _uneven_lengths_s(pipelines)
+    terms |= end_terms(pipelines)
+    terms["uneven_lengths"] = _uneven_samples_s(pipelines)
     overheads = [
         np.full(len(layout.laid.batch), layout.overall * layout.problem.framework.host.step_overhead_s)
         for layout in pipelines.layouts

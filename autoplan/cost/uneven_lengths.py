@@ -203,7 +203,7 @@ def waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, *, at_least:
     lengths, none = training.lengths, np.zeros(len(batch))
     if lengths is None or not _varies(training.batching, "squares"):
         return none
-    in_turn = np.ones_like(batch.dp) if at_least else _met_in_turn(problem, batch)
+    in_turn = np.ones_like(batch.dp) if at_least else met_in_turn(problem, batch)
     sizes = (training.sequences_per_sample * batch.micro_batch, batch.num_microbatches, batch.pp)
     is_gpipe = batch.schedule == Schedule.GPIPE.code
     first, row_of = distinct_rows(*sizes, in_turn, batch.dp // in_turn, is_gpipe)
@@ -224,7 +224,7 @@ def waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, *, at_least:
     return (tokens[row_of] * varying.tokens_s + squares[row_of] * varying.squares_s) / batch.pp
 
 
-def _met_in_turn(problem: Problem, batch: PlanBatch) -> Ints:
+def met_in_turn(problem: Problem, batch: PlanBatch) -> Ints:
     """Number of replicas whose ranks synchronise in every micro-batch, layer by layer.
 
     These are the replicas over which zero3 gathers weights or zero2 reduces gradients, unless a pipeline does so once

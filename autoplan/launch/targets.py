@@ -19,6 +19,13 @@ from autoplan.spec.training import TrainingSpec
 def job_of(plan_file: PlanFile, to: str) -> Job:
     """Return the job of a plan for the target `to`, NAME or NAME@VERSION; raises InputError if there is none."""
     target = find_target(to, plan_file.framework)
+    if (apart := plan_file.model.encoder_apart) is not None:
+        plan = plan_file.best.plan
+        degrees = f"tp={plan.tp},pp={plan.pp},cp={plan.cp},dp={plan.dp},rank_offset=0"
+        raise InputError(
+            "no target starts an encoder on ranks of its own; in a program of MegatronMIMO (Megatron-Bridge) they are "
+            f"language={degrees} and images=tp={apart.tp},dp={apart.dp},rank_offset={plan.num_devices}"
+        )
     if why := refused_training(target, plan_file.training):
         raise InputError(why)
     return target.job(plan_file, target.versions[0])

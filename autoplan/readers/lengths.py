@@ -1,4 +1,4 @@
-"""Lengths of samples: a histogram as text or CSV, or counted from the samples of a JSONL file."""
+"""Lengths of samples: a histogram as text or CSV, or counted from the samples of a JSONL file; numbers of images."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_text
 from autoplan.base.values import parse_count
-from autoplan.spec.lengths import Lengths
+from autoplan.spec.lengths import ImageCounts, Lengths
 
 MAX_BINS = 256  # distinct lengths; more are merged, weighted by samples
 # Bytes per token of text samples: 4.3 to 4.7 for English with a vocabulary of 128k, fewer for code and other languages.
@@ -27,6 +27,7 @@ TOKENS_PER_MESSAGE = 4
 _CONVERSATIONS = ("messages", "conversations")
 _ANSWERS = ("chosen", "rejected")
 _BESIDE_CONVERSATIONS = ("system", "tools", *_ANSWERS)
+_PAIRS = re.compile(r"\s*[0-9][0-9kKmM]*(:[0-9]+)?(\s*,\s*[0-9][0-9kKmM]*(:[0-9]+)?)*\s*")
 _NO_TEXT = ("id", "role", "from", "source", "category", "label", "score", "meta", "metadata", "image", "images")
 
 
@@ -38,8 +39,8 @@ def load_lengths(text: str) -> Lengths:
     histogram, with tokens and samples in each line.
     """
     path = Path(text)
-    if re.fullmatch(r"\s*[0-9][0-9kKmM]*(:[0-9]+)?(\s*,\s*[0-9][0-9kKmM]*(:[0-9]+)?)*\s*", text):
-        return Lengths(histogram=tuple(_typed(part) for part in text.split(",")), source=text.strip())
+    if _PAIRS.fullmatch(text):
+        return Lengths(histogram=tuple(_typed(part, "--lengths") for part in text.split(",")), source=text.strip())
     if not is_file(path):
         raise InputError(
             f"--lengths {text[:60]!r}: write TOKENS:SAMPLES,... such as 1k:56,64k:1, "
@@ -52,9 +53,16 @@ def load_lengths(text: str) -> Lengths:
     return _binned(_of_histogram(path), path.name)
 
 
-def _typed(part: str) -> tuple[int, int]:
-    tokens, sign, samples = part.strip().partition(":")
-    return parse_count(tokens, "--lengths"), int(samples) if sign else 1
+def load_images(text: str) -> ImageCounts:
+    """Return the numbers of images described by a text: IMAGES:SAMPLES,... such as "1:3,8:1", or one number."""
+    if not _PAIRS.fullmatch(text):
+        raise InputError(f"--images {text[:60]!r}: write a number, or IMAGES:SAMPLES,... such as 1:3,8:1")
+    return ImageCounts(histogram=tuple(_typed(part, "--images") for part in text.split(",")), source=text.strip())
+
+
+def _typed(part: str, flag: str) -> tuple[int, int]:
+    number, sign, samples = part.strip().partition(":")
+    return parse_count(number, flag), int(samples) if sign else 1
 
 
 def _of_histogram(path: Path) -> Counter[int]:

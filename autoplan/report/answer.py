@@ -95,6 +95,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     yield "plan", spelled if len(spelled) <= MAX_SPELLED else best.plan.describe()
     yield from training_lines(file.model, file.training)
     yield from lengths_lines(file)
+    yield from encoder_lines(file)
     interval = f"{format_seconds(best.low_s)} to {format_seconds(best.high_s)}"
     yield "time", f"{format_seconds(best.step_s)} per step; 90 % interval {interval}"
     name, peak = datasheet_peak(file.cluster.device, file.training.precision)
@@ -138,6 +139,19 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     idle = best.terms_s.get("uneven_lengths", 0.0) / best.step_s
     waiting = f"ranks wait for longer samples for {format_percent(idle)} of the step"
     yield "", f"{training.batching}: {', '.join(words)}; {waiting}"
+
+
+def encoder_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) for unlike numbers of images and for an encoder on ranks of its own, and their cost."""
+    terms, step_s = file.best.terms_s, file.best.step_s
+    if (counts := file.training.images) is not None:
+        idle = format_percent(terms.get("uneven_lengths", 0.0) / step_s)
+        mean = f"{counts.mean:,.1f} per sample on average, {counts.most:,} at most"
+        yield "images", f"{counts.source}: {mean}; ranks wait for samples with more images for {idle} of the step"
+    if (apart := file.model.encoder_apart) is not None:
+        waiting = format_percent(terms.get("encoder_ranks", 0.0) / step_s)
+        ranks = f"tp {apart.tp} x dp {apart.dp} on {apart.num_devices:,} devices beside those of the text model"
+        yield "encoder", f"{ranks}, which waits for it for {waiting} of the step"
 
 
 def input_text(file: PlanFile | MixedPlanFile) -> str:

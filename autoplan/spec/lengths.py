@@ -1,4 +1,4 @@
-"""Samples of different lengths, and how they become sequences."""
+"""Samples of different lengths or numbers of images, and how they become sequences."""
 
 from __future__ import annotations
 
@@ -52,3 +52,35 @@ class Lengths:
     def share_above(self, seq_len: int) -> float:
         """Share of the samples that are longer than a sequence, which cuts them."""
         return sum(samples for tokens, samples in self.histogram if tokens > seq_len) / self.num_samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageCounts:
+    """Numbers of images of the samples of a data set, whose micro-batches are drawn from it at random.
+
+    Tiles of a large image count as images, as the encoder sees them.
+    """
+
+    histogram: tuple[tuple[int, int], ...]  # (images of a sample, number of such samples), fewest first
+    source: str = ""  # the file, or what was typed
+
+    def __post_init__(self) -> None:
+        counts: dict[int, int] = {}
+        for images, samples in sorted(self.histogram):
+            check_count("images.histogram: images", images, at_least=0, at_most=10**5)
+            check_count("images.histogram: samples", samples, at_most=10**15)
+            counts[images] = counts.get(images, 0) + samples
+        if not any(counts):
+            raise InputError("images.histogram has no images: give samples that have some, or the text model alone")
+        object.__setattr__(self, "histogram", tuple(counts.items()))
+
+    @property
+    def mean(self) -> float:
+        """Mean images of a sample."""
+        images, samples = zip(*self.histogram, strict=True)
+        return sum(map(int.__mul__, images, samples)) / sum(samples)
+
+    @property
+    def most(self) -> int:
+        """Images of the sample that has most."""
+        return self.histogram[-1][0]

@@ -225,13 +225,13 @@ class Encoder:
     embedding: Literal["matrix", "table", "shared"] = "matrix"
     projector: tuple[tuple[int, int], ...] = ()  # (inputs, outputs) of the matrices between, on every image token
     num_other_parameters: int = 0  # positions, class tokens; norms and biases of projector and embedding
-    images: int = 1  # in a sample
+    images: float = 1.0  # in a sample, or their mean
 
     def __post_init__(self) -> None:
         check_count("encoder.patches", self.patches, at_least=0, at_most=MAX_SIZE)
         check_count("encoder.image_tokens", self.image_tokens, at_least=0, at_most=MAX_SIZE)
         check_count("encoder.num_other_parameters", self.num_other_parameters, at_least=0, at_most=10**13)
-        check_count("encoder.images", self.images, at_most=10**5)
+        check_positive("encoder.images", self.images, at_most=10**5)
         for at, sizes in enumerate(self.projector):
             for size in sizes:
                 check_count(f"encoder.projector[{at}]", size, at_most=MAX_SIZE)
@@ -250,6 +250,33 @@ class Encoder:
     def positions(self, seq_len: float) -> float:
         """Positions of one image or source beside a decoder's `seq_len` tokens."""
         return self.patches or seq_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderApart:
+    """An encoder of images on ranks of its own, `tp` x `dp` beside those of the text model.
+
+    Its ranks are the first stage of every pipeline, with a tensor-parallel degree and replicas of their own.
+    Source: Megatron-Bridge 0.4, models/mimo/mimo_config.py, ModuleParallelismConfig.
+    """
+
+    encoder: Encoder
+    tp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("encoder_apart.tp", self.tp, at_most=1024)
+        check_count("encoder_apart.dp", self.dp, at_most=10**6)
+        heads = self.encoder.layers.num_heads
+        if self.tp & (self.tp - 1) or heads % self.tp:
+            raise InputError(
+                f"encoder_apart.tp must be a power of two that divides the {heads} heads of the encoder, got {self.tp}"
+            )
+
+    @property
+    def num_devices(self) -> int:
+        """Ranks of the encoder."""
+        return self.tp * self.dp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -324,6 +351,7 @@ class ModelSpec:
     mamba: Mamba | None = None
     linear_attention: LinearAttention | None = None
     encoder: Encoder | None = None  # of images, or of what a decoder attends to, in front of the first layer
+    encoder_apart: EncoderApart | None = None  # of images, on ranks of its own instead
     cross_attention: bool = False  # every layer attends to what the encoder makes, or those that a pattern says
     # Cross attention is part of each layer's attention, with its matrices and in one softmax (T5Gemma 2).
     merged_attention: bool = False
@@ -407,8 +435,10 @@ class ModelSpec:
                 raise InputError("encoder.image_tokens must be 0 with cross_attention: no token of the decoder is its")
         elif self.merged_attention:
             raise InputError("merged_attention needs cross_attention")
-        elif encoder is not None and not (encoder.patches and encoder.image_tokens):
+        elif (encoder := self.any_encoder) is not None and not (encoder.patches and encoder.image_tokens):
             raise InputError("encoder.patches and encoder.image_tokens may be 0 with cross_attention only")
+        if self.encoder_apart is not None and self.encoder is not None:
+            raise InputError("encoder and encoder_apart are one encoder: leave one of them out")
 
     def _check_pattern(self) -> None:
         if self.layer_pattern is None:
@@ -452,13 +482,18 @@ class ModelSpec:
             "short convolutions": self.short_conv_kernel > 0,
             "low-rank time steps of Mamba": self.mamba is not None and self.mamba.dt_rank > 0,
             "two attention streams": self.attention_streams > 1,
-            "an encoder": self.encoder is not None,
+            "an encoder": self.any_encoder is not None,
             "matrices of blocks": self.matrix_groups > 1,
             "heads of another size in layers with a window": self.window_attention is not None,
             "values narrower than keys": self.value_head_dim is not None,
             "parts of its own in its blocks (additions)": bool(self.additions),
         }
         return tuple(words for words, is_there in parts.items() if is_there)
+
+    @property
+    def any_encoder(self) -> Encoder | None:
+        """The encoder, on whichever ranks."""
+        return self.encoder_apart.encoder if self.encoder_apart else self.encoder
 
     @property
     def writes_out_norms(self) -> bool:
@@ -486,6 +521,17 @@ class ModelSpec:
     def v_head_dim(self) -> int:
         """Width of a value head."""
         return self.mla.v_head_dim if self.mla else self.value_head_dim or self.qk_head_dim
+
+    def with_images(self, images: float) -> ModelSpec:
+        """Return the model with so many images in a sample."""
+        assert self.any_encoder is not None
+        return self.with_encoder(replace(self.any_encoder, images=images))
+
+    def with_encoder(self, encoder: Encoder) -> ModelSpec:
+        """Return the model with another encoder on the same ranks."""
+        if self.encoder_apart is not None:
+            return replace(self, encoder_apart=replace(self.encoder_apart, encoder=encoder))
+        return replace(self, encoder=encoder)
 
     def reads_encoder(self, block: Block) -> bool:
         """Return whether a block attends to what the encoder makes."""

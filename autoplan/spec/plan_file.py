@@ -95,8 +95,9 @@ class PlanFile:
 
     @property
     def num_devices(self) -> int:
-        """Devices in use."""
-        return self.best.plan.num_devices
+        """Devices in use, with those of an encoder on ranks of its own."""
+        apart = self.model.encoder_apart
+        return self.best.plan.num_devices + (apart.num_devices if apart else 0)
 
     @staticmethod
     def check_table(table: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.lengths import UNEVEN
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import Block, Encoder, ModelSpec
 from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
@@ -24,6 +24,8 @@ from autoplan.topology.levels import Topology, compile_topology
 FLASH2_WIDEST_HEAD = 256
 
 MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements
+
+ENCODER_APART_RULES = ("megatron-lm",)  # of Megatron-Bridge too
 
 PREFERENCE_RULES = ("accelerate", "deepspeed", "fsdp2")  # of frameworks whose programs train by preferences
 
@@ -86,9 +88,15 @@ class Problem:
             )
 
     def _check_encoder(self) -> None:
-        encoder, training = self.model.encoder, self.training
+        encoder, training = self.model.any_encoder, self.training
         if encoder is None:
             return
+        if self.model.encoder_apart is not None and self.framework.rules not in ENCODER_APART_RULES:
+            raise InputError(
+                f"an encoder on ranks of its own is priced only for Megatron-Core, not for {self.framework.name}: "
+                "leave --encoder-ranks out"
+            )
+        images = encoder.images if training.images is None else training.images.most
         if training.lengths is not None:
             part = "encoder" if self.model.cross_attention else "images"
             raise InputError(f"variable lengths are not priced with the {part} of {self.model.name}: leave them out")
@@ -98,9 +106,9 @@ class Problem:
                 f"the encoder of {self.model.name} has {layers.max_positions} learned positions, not {positions}: "
                 "pass a shorter --encoder-len"
             )
-        if (tokens := encoder.images * encoder.image_tokens) > training.seq_len:
+        if (tokens := images * encoder.image_tokens) > training.seq_len:
             raise InputError(
-                f"seq_len {training.seq_len} has no room for {encoder.images} x {encoder.image_tokens} = {tokens} "
+                f"seq_len {training.seq_len} has no room for {images:g} x {encoder.image_tokens} = {round(tokens)} "
                 f"tokens of images of {self.model.name}: raise it or lower --images"
             )
 
@@ -128,7 +136,15 @@ class Problem:
 
     @property
     def at_longest(self) -> Problem:
-        """The problem with all sequences as long as the longest, as micro-batches are for which memory has to do."""
+        """The problem with all sequences as long as the longest, as micro-batches are for which memory has to do.
+
+        Where the numbers of images vary, all samples have the most.
+        """
+        if (images := self.training.images) is not None and self.model.any_encoder is not None:
+            changed = copy.copy(self)
+            object.__setattr__(changed, "model", self.model.with_images(images.most))
+            object.__setattr__(changed, "training", replace(self.training, images=None))
+            return changed
         if (lengths := self.training.lengths) is None:
             return self
         seq_len = self.training.seq_len
@@ -141,17 +157,26 @@ class Problem:
     @property
     def of_encoder(self) -> Problem | None:
         """The problem of the layers of the encoder alone, whose sequence is the patches of all images of a sample."""
-        encoder, training = self.model.encoder, self.training
+        return self._of_layers(self.model.encoder)
+
+    @property
+    def of_encoder_apart(self) -> Problem | None:
+        """The same of an encoder on ranks of its own."""
+        return self._of_layers(self.model.encoder_apart.encoder if self.model.encoder_apart else None)
+
+    def _of_layers(self, encoder: Encoder | None) -> Problem | None:
         if encoder is None:
             return None
+        training = self.training
         alone = encoder.patches or training.document_len
         other = copy.copy(self)
         object.__setattr__(other, "model", encoder.layers)
         encoder_training = replace(
             training,
             seq_len=self.encoder_len,
-            document_len=None if training.stores_scores else alone,
+            document_len=None if training.stores_scores or not alone else min(alone, self.encoder_len),
             lengths=None,
+            images=None,
             finetuning=None,
             preference=None,
         )
@@ -170,9 +195,9 @@ class Problem:
     @property
     def encoder_len(self) -> int:
         """Positions that the encoder makes of a sample of the batch."""
-        encoder, training = self.model.encoder, self.training
+        encoder, training = self.model.any_encoder, self.training
         assert encoder is not None
-        return int(encoder.images * training.sequences_per_sample * encoder.positions(training.seq_len))
+        return max(round(encoder.images * training.sequences_per_sample * encoder.positions(training.seq_len)), 1)
 
     @property
     def fuses_attention(self) -> bool:
@@ -181,6 +206,12 @@ class Problem:
         is_even = self.model.qk_head_dim == self.model.v_head_dim
         widest = max(self.framework.kernels.widest_blackwell_head, FLASH2_WIDEST_HEAD if is_even else 0)
         return not self.training.stores_scores and width <= widest
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of the cluster, which are those of the text model, and of an encoder on ranks of its own."""
+        apart = self.model.encoder_apart
+        return self.cluster.num_devices + (apart.num_devices if apart else 0)
 
     @property
     def workload(self) -> Workload:

@@ -53,6 +53,7 @@ TERMS = (
     Term("optimizer", "optimizer", "update", "compute", "kernels"),
     Term("parameter_gather", "parameter gather", "update", "data parallel", "states"),
     Term("overhead", "fixed overhead", "end", "host", "host"),
+    Term("encoder_ranks", "waiting for the encoder's ranks", "end", "wait", None),
     Term("uneven_lengths", "waiting for longer samples", "end", "wait", None),
     Term("input", "waiting for samples", "end", "wait", None),
     Term("stragglers", "waiting for the slowest rank", "end", "wait", None),

@@ -10,7 +10,7 @@ from autoplan.base.units import check_count
 from autoplan.spec.enums import Precision, enum_value
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.input_rate import InputRate
-from autoplan.spec.lengths import BATCHINGS, Batching, Lengths
+from autoplan.spec.lengths import BATCHINGS, Batching, ImageCounts, Lengths
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.preference import Preference
 
@@ -39,6 +39,7 @@ class TrainingSpec:
     document_len: int | None = None
     lengths: Lengths | None = None  # of samples; None: every sequence has `seq_len` tokens
     batching: Batching = "packed"  # how samples become sequences, where `lengths` are known
+    images: ImageCounts | None = None  # of samples; None: each has those of the model's encoder
     preference: Preference | None = None  # None: the next token is learnt
     input_rates: tuple[InputRate, ...] = ()  # of storage, tokenisation and loader; none: faster than any step
 

@@ -55,3 +55,28 @@ def gpt(num_layers: int, hidden_size: int, num_heads: int, *, vocab_size: int = 
         ffn_size=4 * hidden_size,
         **GPT,
     )
+
+
+# What Qwen/Qwen2.5-VL-7B-Instruct publishes, whose card says 8.29B parameters.
+QWEN_VL = {
+    "model_type": "qwen2_5_vl",
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "in_chans": 3,
+        "out_hidden_size": 3584,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+    },
+}

@@ -11,7 +11,7 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.block_shapes import block_shapes, layer_shapes, norm_parameters, norm_vectors, relative_table
 from autoplan.cost.kernels.linears import Linear
 from autoplan.spec.finetuning import EMBEDDING, ENCODER, HEAD, FineTuning
-from autoplan.spec.model import ATTENTION_BLOCKS, Block, ModelSpec
+from autoplan.spec.model import ATTENTION_BLOCKS, Block, Encoder, ModelSpec
 
 # Tokens per chunk in the kernels of a gated delta net: CHUNK_SIZE of flash-linear-attention
 # (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.
@@ -29,9 +29,8 @@ def embedding_parameters(model: ModelSpec) -> int:
     return rows * model.table_width + relative + widened + norm + added
 
 
-def encoder_end_parameters(model: ModelSpec) -> int:
+def encoder_end_parameters(encoder: Encoder | None) -> int:
     """Elements of an encoder outside of its layers: embedding, last norm and projector."""
-    encoder = model.encoder
     if encoder is None:
         return 0
     layers = encoder.layers
@@ -42,11 +41,12 @@ def encoder_end_parameters(model: ModelSpec) -> int:
 
 def encoder_parameters(model: ModelSpec) -> int:
     """Elements of a model's encoder, including its projector."""
-    if model.encoder is None:
+    encoder = model.any_encoder
+    if encoder is None:
         return 0
-    shapes = layer_shapes(model.encoder.layers)
-    of_layers = sum(shapes[block].num_parameters for layer in model.encoder.layers.layers for block in layer)
-    return of_layers + encoder_end_parameters(model)
+    shapes = layer_shapes(encoder.layers)
+    of_layers = sum(shapes[block].num_parameters for layer in encoder.layers.layers for block in layer)
+    return of_layers + encoder_end_parameters(encoder)
 
 
 def before_head_parameters(model: ModelSpec) -> int:
@@ -193,7 +193,7 @@ def _core_flops_per_token(model: ModelSpec, block: Block, seq_len: float) -> flo
 
 def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
     """Forward operations for the images of a sample, per token of text and images together."""
-    encoder = model.encoder
+    encoder = model.any_encoder
     if encoder is None:
         return 0.0
     layers, shapes = encoder.layers, layer_shapes(encoder.layers)

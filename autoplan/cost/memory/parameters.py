@@ -113,7 +113,7 @@ def stage_parameters(problem: Problem, batch: PlanBatch, blocks: StageBlocks) ->
         expert += count * of_block[block].expert[:, None]
     table = padded_vocab(problem, batch) * model.table_width / batch.tp
     ends[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.table_width
-    ends[:, 0] += encoder_end_parameters(model)
+    ends[:, 0] += encoder_end_parameters(model.encoder)
     # A tied head is a second copy unless its rank also has the embedding.
     has_table = blocks.is_last[:, 0]
     head = np.where(has_table & model.tied_embeddings, 0.0, table) + before_head_parameters(model)
@@ -189,7 +189,7 @@ def _tables(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> dict[str
     embedding[:, 0] += table + embedding_parameters(model) - model.vocab_size * model.table_width
     is_tied = blocks.is_last[:, 0] & model.tied_embeddings
     encoder = blocks.zeros()
-    encoder[:, 0] = encoder_end_parameters(model)
+    encoder[:, 0] = encoder_end_parameters(model.encoder)
     return {EMBEDDING: embedding, HEAD: blocks.at_last(np.where(is_tied, 0.0, table)), ENCODER: encoder}
 
 

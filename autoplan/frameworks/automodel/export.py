@@ -303,7 +303,7 @@ def _check(plan_file: PlanFile) -> None:
         (training.attention != "flash", f"attention {training.attention!r}: plan with flash"),
         (model.cross_attention, "cross attention: its program trains models of one stack"),
         (model.bidirectional, "bidirectional attention: its program trains causal models"),
-        (model.encoder is not None, "an image encoder: give only its text model"),
+        (model.any_encoder is not None, "an image encoder: give only its text model"),
         (training.fused_norm is False, "fused_norm = false: the norms are Transformer Engine's, leave it out"),
         (
             model.mla is not None and model.num_mtp_layers > 0,

@@ -42,6 +42,17 @@ def _encoder_text(workload: Workload, plan: ParallelPlan) -> str:
     return f"{degrees}: only {priced} priced, and tp must divide the encoder's {heads} heads"
 
 
+def _encoder_apart(workload: Workload, batch: PlanBatch) -> Bools:
+    """Both have whole replicas for each of the other's, whose stages run 1F1B (Megatron-Bridge, mimo_config.py)."""
+    apart = workload.model.encoder_apart
+    if apart is None:
+        return all_true(batch)
+    samples = batch.micro_batch * batch.dp
+    is_shared = (batch.dp % apart.dp == 0) | ((apart.dp % batch.dp == 0) & (samples % apart.dp == 0))
+    is_plain = (batch.vp == 1) & (batch.schedule == Schedule.ONE_F_ONE_B.code)
+    return is_shared & is_plain
+
+
 def _experts(workload: Workload, batch: PlanBatch) -> Bools:
     moe = workload.model.moe
     return moe.num_experts % batch.ep == 0 if moe else all_true(batch)
@@ -136,6 +147,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         holds=_encoder,
         text=_encoder_text,
+    ),
+    Rule(
+        holds=_encoder_apart,
+        text=lambda s, p: (
+            f"an encoder on ranks of its own with {p.schedule}, vp {p.vp}, dp {p.dp} and micro_batch {p.micro_batch}: "
+            "use 1f1b with vp 1, and a dp of which the encoder's dp "
+            f"{s.model.encoder_apart.dp if s.model.encoder_apart else 1} is a divisor"
+        ),
     ),
     Rule(
         holds=lambda s, b: (b.pp == 1) | (not s.model.shared_layers),

@@ -176,7 +176,7 @@ def check_expressible(
         ),
         (model.cross_attention, "cross attention: its program trains models of one stack"),
         (model.bidirectional, "bidirectional attention: its program trains causal models"),
-        (model.encoder is not None, "an image encoder: give only its text model"),
+        (model.any_encoder is not None, "an image encoder: give only its text model"),
         (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
         (
             training.lengths is not None and training.batching not in batchings,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.answer import (
+    encoder_lines,
     layers_line,
     lengths_lines,
     mfu_convention,
@@ -96,14 +97,14 @@ def interval_figure(step_s: float, low_s: float, high_s: float) -> Markup:
 
 
 def _figures(file: PlanFile) -> Iterator[Markup]:
-    best, cluster = file.best, file.cluster
+    best = file.best
     yield interval_figure(best.step_s, best.low_s, best.high_s)
     rate = best.tokens_per_s_per_device
     yield figure(
         "Throughput",
         f"{rate:,.0f}",
         None,
-        f"tokens/s per device; {rate * cluster.num_devices:,.0f} tokens/s in all",
+        f"tokens/s per device; {rate * file.num_devices:,.0f} tokens/s in all",
     )
     yield figure(
         "MFU",
@@ -137,7 +138,7 @@ def _further_lines(file: PlanFile) -> Iterator[tuple[str, Child]]:
     if layers := layers_line(file):
         yield "layers", layers
     yield from training_lines(file.model, file.training)
-    for _, text in lengths_lines(file):
+    for _, text in (*lengths_lines(file), *encoder_lines(file)):
         yield "lengths", text
     choice = file.choice
     if second := choice.runner_up if choice else next(iter(file.alternatives), None):
