@@ -469,6 +469,26 @@ def test_a_program_of_llama_factory_has_its_adapters_and_recomputes(tmp_path: Pa
     assert (launch.training.finetuning.quantization, launch.plan.recompute) == ("nf4-dq", "full")
 
 
+def test_words_behind_a_file_of_llama_factory_change_it(tmp_path: Path) -> None:
+    """src/train.py FILE KEY=VALUE merges the words over the file (hparams/parser.py, read_args)."""
+    (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
+    (tmp_path / "sft.yaml").write_text(
+        "model_name_or_path: Qwen/Qwen2.5-7B\nstage: sft\nfinetuning_type: full\nbf16: true\ncutoff_len: 1024\n"
+        "per_device_train_batch_size: 2\ngradient_accumulation_steps: 4\n"
+    )
+    command = (
+        "accelerate launch --config_file fsdp.yaml --main_process_port $((29500 + RANDOM)) src/train.py sft.yaml "
+        'per_device_train_batch_size=4 gradient_accumulation_steps=1 cutoff_len="$LENGTH" '
+        """'lr_scheduler_kwargs={"min_lr_rate": 0.1}'"""
+    )
+    context = LaunchContext(folder=tmp_path, variables=(("LENGTH", "2048"),))
+    launch = read(command, context)
+    plan = launch.plan
+    assert (plan.micro_batch, plan.num_microbatches, launch.training.seq_len) == (4, 1, 2048)
+    with pytest.raises(InputError, match="pass --set LENGTH=VALUE"):
+        read(command, LaunchContext(folder=tmp_path))
+
+
 def test_what_the_program_is_told_is_not_asked_for(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
     launch = read(SFT.format(""), LaunchContext(folder=tmp_path))

@@ -389,3 +389,14 @@ def test_a_page_of_text_is_no_launch_file_that_a_script_starts(tmp_path: Path) -
     (tmp_path / "conversion.sh").write_text("# see README.md\necho\n")
     with pytest.raises(InputError, match="is not a known launch file"):
         read_launch(tmp_path / "conversion.sh", LaunchContext())
+
+
+def test_a_flood_of_unread_options_is_a_list_of_names(tmp_path: Path) -> None:
+    keys = [f"setting_{at}: {at}" for at in range(30)]
+    sizes = ["base_emb_dim: 512", "base_num_decoder_layers: 4", "ici_fsdp_parallelism: 8", "fused_mlp: true"]
+    (tmp_path / "own.yml").write_text("\n".join([*sizes, *keys]))
+    done = run(tmp_path, "read", "own.yml")
+    assert done.returncode == 0, done.stderr
+    printed = " ".join(done.stdout.split())
+    assert "fused_mlp True two products are priced" in printed
+    assert "setting_28, setting_29: not known here" in printed

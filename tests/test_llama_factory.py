@@ -138,6 +138,24 @@ CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train \\
     assert (launch.model.name, launch.plan.dp, launch.plan.global_batch) == ("qwen3-4b", 4, 32)
 
 
+def test_the_file_of_a_command_is_read_with_the_words_behind_it(tmp_path: Path) -> None:
+    (tmp_path / "lora.yaml").write_text(LORA)
+    script = "CUDA_VISIBLE_DEVICES=0,1 llamafactory-cli {} {}.yaml per_device_train_batch_size=3\n"
+    assert recognises("train.sh", script.format("train", "lora"))
+    launch = read(script.format("train", "lora"), LaunchContext(folder=tmp_path))
+    assert (launch.plan.micro_batch, launch.plan.num_devices) == (3, 2)
+    assert launch.training == of(devices=2).training
+    assert not recognises("export.sh", script.format("export", "lora"))
+    with pytest.raises(InputError, match=r"missing\.yaml', which is not at hand"):
+        read(script.format("train", "missing"), LaunchContext(folder=tmp_path))
+
+
+def test_adapters_on_all_matrices_of_experts_are_listed() -> None:
+    """PEFT finds linear modules; the experts of gpt-oss are plain parameters."""
+    assert "adapters" in matters(of(("Qwen/Qwen3-8B", "openai/gpt-oss-20b")))
+    assert "adapters" not in matters(of())
+
+
 def test_packing_is_what_the_file_says_of_it() -> None:
     assert "cutoff_len" in matters(of(("stage: sft", "stage: pt"), more="packing: false\n"))
     neat = matters(of(more="neat_packing: true\n"))

@@ -159,6 +159,20 @@ def test_policies_repeat_what_they_do_not_keep(
     assert ("remat_policy" in matters(launch)) == is_listed
 
 
+@pytest.mark.parametrize(
+    ("scale", "sizes"),
+    [(1, (16, 2048, 16, 7168)), (2, (16, 2048, 32, 14336)), (4, (16, 4096, 32, 14336)), (64, (64, 8192, 64, 28672))],
+)
+def test_a_scale_of_all_parameters_is_read(scale: int, sizes: tuple[int, ...]) -> None:
+    """Every third doubling adds layers (pyconfig.py, get_individual_scales)."""
+    command = (
+        f"python3 MaxText/train.py MaxText/configs/base.yml global_parameter_scale={scale} per_device_batch_size=4"
+    )
+    model = read(command, LaunchContext(num_devices=64)).model
+    assert (model.num_layers, model.hidden_size, model.num_heads, model.ffn_size) == sizes
+    assert (model.kv_heads, model.qk_head_dim) == (model.num_heads, 128)
+
+
 def test_what_costs_and_is_not_priced_is_listed() -> None:
     launch = of(
         weight_dtype="bfloat16", optimizer_memory_host_offload=True, num_vocab_tiling=4, ici_context_parallelism=2

@@ -24,7 +24,7 @@ OPTIONS = (
     " --num-query-groups 8 --seq-length 4096 --max-position-embeddings 4096 --position-embedding-type rope"
     " --rotary-base 500000 --normalization RMSNorm --swiglu --disable-bias-linear --vocab-size 128256"
     " --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 1"
-    " --global-batch-size 64 --bf16"
+    " --global-batch-size 64 --bf16 --transformer-impl transformer_engine"
 )
 SCRIPT = "OPTIONS=({options})\ntorchrun --nproc_per_node=8 --nnodes $NNODES pretrain_gpt.py ${{OPTIONS[@]}} $EXTRA\n"
 
@@ -99,9 +99,7 @@ def test_dropout_is_that_of_scores_or_hidden_states() -> None:
     ("options", "unread"),
     [
         ("--lr 1e-4 --save here --train-iters 7", set()),
-        ("--a-new-option 3 --another", {"--a-new-option", "--another", "--attention-backend"}),
-        ("--a-new-option 3 --use-flash-attn", {"--a-new-option"}),
-        ("--data-impl mmap", {"--attention-backend"}),
+        ("--a-new-option 3 --another", {"--a-new-option", "--another"}),
         ("--num-experts 8 --moe-permute-fusion", {"moe_grouped_gemm"}),
         ("--cp-comm-type allgather --context-parallel-size 2", {"--cp-comm-type"}),
         (
@@ -118,6 +116,50 @@ def test_what_is_not_in_the_plan_is_listed(options: str, unread: set[str]) -> No
     assert matters(launch) == unread
     known = {option for option, _ in launch.options} | {option.option for option in launch.unread}
     assert {word for word in options.split() if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize(
+    ("options", "is_listed"),
+    [
+        ("", True),  # as in examples/pretrain_gpt.sh of 2023, whose layers keep the scores
+        ("--data-impl mmap", True),
+        ("--ckpt-format torch_dist", False),
+        ("--ckpt-format torch_dist --an-option-of-a-fork 3", True),
+        ("--an-option-of-a-fork 3 --use-flash-attn", False),
+    ],
+)
+def test_attention_is_listed_where_its_kernel_depends_on_the_release(options: str, *, is_listed: bool) -> None:
+    silent = OPTIONS.replace("--transformer-impl transformer_engine", "")
+    launch = megatron_lm.READER.read(f"{silent} {options}", LaunchContext(num_devices=16))
+    assert ("--attention-backend" in matters(launch)) == is_listed
+
+
+def test_a_program_in_a_folder_that_a_command_prints_is_found() -> None:
+    options = OPTIONS.replace("--transformer-impl transformer_engine", "--tensor-model-parallel-size 2")
+    script = f"""HERE=$( dirname $( dirname $CURRENT ))
+APP="python -u $HERE/pretrain_gpt.py {options}"
+[[ "$LAUNCHER" == "mpirun" ]] || $PREFIX $LOCAL_RANK $APP
+"""
+    launch = megatron_lm.READER.read(script, LaunchContext(num_devices=16))
+    assert launch.plan.tp == 2
+    assert "a script that sources this one" not in matters(launch)
+    with pytest.raises(InputError, match=r"\(vlm\) trains no plain language model"):
+        megatron_lm.READER.read(script.replace("pretrain_gpt", "pretrain_vlm"), LaunchContext(num_devices=16))
+    with pytest.raises(InputError, match=r"\(multimodal\) trains no plain language model"):
+        megatron_lm.READER.read(
+            script.replace("$HERE/pretrain_gpt.py", "examples/multimodal/train.py"), LaunchContext(num_devices=16)
+        )
+
+
+def test_conditions_ask_only_for_what_the_script_does_not_set() -> None:
+    script = """MAIN=pretrain_gpt.py
+if [ ! -f $MAIN/$FOLDER ]; then exit 1; fi
+torchrun --nproc_per_node 8 $MAIN --num-layers 2
+"""
+    with pytest.raises(InputError) as caught:
+        megatron_lm.READER.read(script, LaunchContext())
+    assert "--set FOLDER=VALUE" in str(caught.value)
+    assert "--set MAIN" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,15 @@ def test_what_is_not_known_is_listed() -> None:
     assert matters(read(MEGATRON.format("--frobnicate 3"), LaunchContext())) == {"--frobnicate"}
     assert matters(read(MEGATRON.format("").replace("--packing true", ""), LaunchContext())) == {"--max_length"}
     launch = read(TRAINER.format("--deepspeed zero2 --attn_impl eager --use_galore true"), LaunchContext())
-    assert matters(launch) == {"--attn_impl", "--use_galore"}
+    assert matters(launch) == {"--use_galore"}
+    assert launch.training.attention == "unfused"
+    assert matters(read(MEGATRON.format("--attn_impl eager"), LaunchContext())) == {"--attn_impl"}
+
+
+def test_the_type_of_the_weights_says_the_precision() -> None:
+    """swift/arguments/base_args/model_args.py, _init_mixed_precision."""
+    launch = read(TRAINER.replace("--torch_dtype bfloat16", "").format("--torch_dtype float16"), LaunchContext())
+    assert launch.training.precision == "fp16"
 
 
 def test_other_ways_to_quantise_are_listed() -> None:

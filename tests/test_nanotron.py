@@ -244,6 +244,10 @@ def test_the_person_wins_over_the_file() -> None:
             "model.model_config._attn_implementation",
         ),
         ({"optimizer.optimizer_factory.name": "sgd"}, "optimizer.optimizer_factory.name"),
+        (
+            {"optimizer.optimizer_factory.torch_adam_is_fused": False},
+            "optimizer.optimizer_factory.torch_adam_is_fused",
+        ),
         ({"model.model_config.attn_pdrop": 0.1}, "model.model_config.attn_pdrop"),
     ],
 )

@@ -329,6 +329,14 @@ def test_what_cannot_be_read_is_said_in_one_line(case: str) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_a_policy_is_read_as_an_option_too() -> None:
+    """Before policies were subcommands, they were values of an option."""
+    launch = read(f"{COMMAND} --activation_checkpoint.mode none", LaunchContext())
+    assert launch.plan.recompute == "none"
+    launch = read(f"{COMMAND} --activation_checkpoint.memory_budget 0.5", LaunchContext())
+    assert "activation_checkpoint.memory_budget" in matters(launch)
+
+
 def test_a_command_line_changes_its_config() -> None:
     words = (
         "--parallelism.tensor-parallel-degree=4 --parallelism.no-enable-sequence-parallel --compile.enable "

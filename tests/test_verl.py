@@ -136,6 +136,21 @@ def test_micro_batches_of_tokens_and_what_goes_to_the_host_are_listed() -> None:
     assert matters(launch) == {"data.use_dynamic_bsz", "engine.param_offload"}
 
 
+def test_an_actor_has_micro_batches_of_samples_unless_it_is_told() -> None:
+    """use_dynamic_bsz is off by default in config/actor/actor.yaml, and on in sft_trainer_engine.yaml."""
+    script = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.train_batch_size=256 \\
+        data.max_prompt_length=1024 data.max_response_length=512 actor_rollout_ref.model.path=Qwen/Qwen3-8B \\
+        actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+        actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 trainer.nnodes=1 trainer.n_gpus_per_node=8 {}
+    """
+    launch = read(script.format(""), LaunchContext())
+    assert launch.plan.micro_batch == 4
+    assert matters(launch) == set()
+    dynamic = read(script.format("actor_rollout_ref.actor.use_dynamic_bsz=True"), LaunchContext())
+    assert dynamic.plan.micro_batch == 16384 // 1536
+    assert matters(dynamic) == {"actor_rollout_ref.actor.use_dynamic_bsz"}
+
+
 def test_the_update_of_an_actor_is_read_and_the_rest_left_alone() -> None:
     script = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml \\
         data.train_batch_size=512 data.max_prompt_length=1024 data.max_response_length=3072 \\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from autoplan.spec.training import TrainingSpec
 
 SHOWN_VALUE = 60  # characters shown of an option's value
 LONG_OPTION = 50  # characters of an option beside which a column of 80 has no room for values
+MANY = 12  # unread options with the same reason are a table up to this number, a list of names beyond
 OPTIONS_TITLE = "options, from today's file to the exported file of the best plan"
 
 
@@ -47,13 +49,26 @@ def print_launch(
     print_lines(console, lines)
     if matters:
         console.print("\nnot read, may cost time or memory")
-        rows = [(option, _cut(value), why) for option, value, why in matters]
-        print_table(console, (("option", False), ("value", False), ("why", False)), rows, keep=3)
+        many = _reasons_of_many(why for *_, why in matters)
+        few = [(option, _cut(value), why) for option, value, why in matters if why not in many]
+        if few:
+            print_table(console, (("option", False), ("value", False), ("why", False)), few, keep=3)
+        _print_names(console, [row for row in matters if row[2] in many])
     if harmless:
         console.print("\nnot read")
-        for reason in dict.fromkeys(why for *_, why in harmless):
-            options = ", ".join(dict.fromkeys(option for option, _, why in harmless if why == reason))
-            print_part(console, f"{options}: {reason}")
+        _print_names(console, harmless)
+
+
+def _reasons_of_many(reasons: Iterable[str]) -> set[str]:
+    """Return the reasons that are given for so many options that a table of them would hide the others."""
+    return {reason for reason, count in Counter(reasons).items() if count > MANY}
+
+
+def _print_names(console: Console, rows: Sequence[tuple[str, str, str]]) -> None:
+    """Print the names of unread options by reason."""
+    for reason in dict.fromkeys(why for *_, why in rows):
+        options = ", ".join(dict.fromkeys(option for option, _, why in rows if why == reason))
+        print_part(console, f"{options}: {reason}")
 
 
 def model_line(model: ModelSpec) -> str:
@@ -89,8 +104,12 @@ def print_today(console: Console, today: CurrentPlan, names: Mapping[str, str]) 
         lines.append(("", _priced(today.priced)))
     if today.gap and today.priced:
         lines.append(("gap", gap_line(today)))
-    unread = enumerate(today.unread.items())
-    lines += [("" if at else "not read", f"{option}: {why}") for at, (option, why) in unread]
+    many = _reasons_of_many(today.unread.values())
+    unread = [f"{option}: {why}" for option, why in today.unread.items() if why not in many]
+    for reason in sorted(many):
+        count = sum(why == reason for why in today.unread.values())
+        unread.append(f"{count} options, which autoplan read lists: {reason}")
+    lines += [("" if at else "not read", line) for at, line in enumerate(unread)]
     print_lines(console, lines)
     if today.changes:
         console.print()

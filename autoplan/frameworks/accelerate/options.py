@@ -50,4 +50,14 @@ COSTLESS = (
     *("compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank", "main_process_ip"),
     *("main_process_port", "main_training_function", "num_machines", "rdzv_backend", "same_network", "use_cpu"),
     *("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "gpu_ids", "fp8_config", "tpu_name", "tpu_zone"),
+    *(
+        "rdzv_conf",
+        "max_restarts",
+        "monitor_interval",
+        "role",
+        "tee",
+        "log_dir",
+        "quiet",
+        "num_cpu_threads_per_process",
+    ),
 )

@@ -90,6 +90,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     if beside_file is not None:
         training = replace(training, optimizer=read_optimizer(beside_file))
     if started is not None and started.is_of_trainer:
+        stated = replace(stated, model=context.model)
         training = training_of(started.arguments, started.program, stated, context.seq_len, precision)
     context = replace(context, num_devices=_devices(options, context, kind))
     launch = (
@@ -319,7 +320,7 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
             "--multi_gpu in the command where there is none"
         )
     for option, value in options.items():
-        if is_open(value):
+        if is_open(value) and option not in COSTLESS:
             raise InputError(
                 f"--{option} {show(value)} is only known in a running shell: give it with --set NAME=VALUE"
             )

@@ -22,6 +22,8 @@ _QUIETLY = r"(?:\s*&?>\s*/dev/null(?:\s+2>&1)?)?"
 _FOLDER = re.compile(
     rf'{_DIRNAME}|\$\(\s*cd\s+(?:--\s+)?"?{_DIRNAME}(?:/\.\.)*/?"?{_QUIETLY}\s*&&\s*pwd(?:\s+-P)?\s*\)'
 )
+_OUTPUT = re.compile(r"\$\([^()]*\)|`[^`]*`")
+MAX_CHECKED = 4096  # characters of a program's name
 _UNQUOTED = re.compile(r"[^\\'\"`$]+")
 
 Value = str | list[str]
@@ -34,6 +36,14 @@ class _Words(list[str]):
 def is_open(text: str) -> bool:
     """Return whether a word still contains something that only a running shell knows."""
     return "$" in text or "`" in text
+
+
+def is_one_word(text: str) -> bool:
+    """Return whether a text is one word of a command, whatever the commands in it put there."""
+    text = text[:MAX_CHECKED]
+    while (shorter := _OUTPUT.sub("", text)) != text:
+        text = shorter
+    return re.search(r"\s", text) is None
 
 
 def is_number(text: str) -> bool:

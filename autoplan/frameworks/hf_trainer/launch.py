@@ -34,7 +34,7 @@ from autoplan.frameworks.hf_trainer.options import (
 )
 from autoplan.readers.model import find_preset
 from autoplan.spec.enums import MainWeights, Offload, Precision, Recompute, Sharding
-from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OptimizerName
@@ -123,6 +123,10 @@ def training_of(
     if why := priced_as_even(program.batching, context):
         options.remark(program.length_key, why, default=str(program.length), matters=program.batching in UNEVEN)
     remark_assumed(ASSUMED, options)
+    if context.model and context.model.moe and program.finetuning and ALL_LINEAR in program.finetuning.targets:
+        # PEFT adapts modules; experts of gpt-oss, and of all models from transformers 5 on, are plain parameters.
+        why = "adapters on the experts are priced too; experts that are no linear modules get none"
+        options.remarks.append(Unread(option="adapters", value=ALL_LINEAR, why=why))
     training = TrainingSpec(
         seq_len=seq_len,
         batching=program.batching,
@@ -158,7 +162,7 @@ def launch_of(options: Options, context: LaunchContext, program: Program, num_de
     num_devices = context.num_devices or num_devices
     if num_devices is None:
         raise InputError("the number of devices is not in the file: pass --devices")
-    training = training_of(options, program, context, length, precision)
+    training = training_of(options, program, replace(context, model=model), length, precision)
     context = replace(context, model=model, seq_len=length, num_devices=num_devices)
     if options.value("deepspeed") not in (None, False, ""):
         return _with_deepspeed(options, context, program, training)
@@ -192,7 +196,7 @@ def held_types(program: Program, sharding: Sharding) -> Fields:
 
 
 def _is_eager(options: Options) -> bool:
-    return any(options.text(key) in ("eager", "disabled") for key in ("attn_implementation", "flash_attn"))
+    return any(options.text(key) in ("eager", "disabled") for key in ("attn_implementation", "flash_attn", "attn_impl"))
 
 
 def _sizes(mesh: Mesh, num_devices: int) -> Fields:

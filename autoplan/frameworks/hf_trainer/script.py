@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import LaunchContext, Unread
-from autoplan.frameworks.common.options import Argument, Options, parse_json, parse_yaml
+from autoplan.frameworks.common.options import Argument, Options, Unknown, parse_json, parse_yaml, show
 from autoplan.frameworks.common.shell import Script, read_script
+from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.hf_trainer.options import SPMD
 from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, num_devices, started
 
@@ -20,6 +21,8 @@ _COMMANDS = ("sft", "dpo", "reward", "grpo", "kto", "rloo")
 _LAUNCHERS = ("torch.", "accelerate.", "deepspeed.")
 _MODULE = re.compile(r"trl\.scripts\.(\w+)")
 _BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
+_FILES = (".yaml", ".yml", ".json")
+_OVERRIDE = re.compile(r"([a-z]\w*)=(.*)", re.DOTALL)
 
 
 def has_batch(text: str) -> bool:
@@ -28,15 +31,29 @@ def has_batch(text: str) -> bool:
 
 
 def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None:
-    """Return the index of the program in a command with the Trainer's batch size; None if there is none."""
-    if not any(word.partition("=")[0] == BATCH for word in words):
+    """Return the index of the program in a command with the Trainer's batch size; None if there is none.
+
+    `programs` also take the name of a file with their arguments, alone or after the word train.
+    """
+    has_batch_size = any(word.partition("=")[0] == BATCH for word in words)
+    if not has_batch_size and not programs:
         return None
     behind = max((at for at, word in enumerate(words) if word == "--"), default=-1) + 1  # a launcher's own arguments
     for at, word in enumerate(words[behind:], start=behind):
         name = word.rpartition("/")[2]
-        if (name in programs) if programs else _is_program(words, at):
+        if (
+            (name in programs and (has_batch_size or takes_file(words[at + 1 :])))
+            if programs
+            else _is_program(words, at)
+        ):
             return at
     return None
+
+
+def takes_file(arguments: Sequence[str]) -> bool:
+    """Return whether the arguments of a program, which may be those of `train`, are in a file that comes first."""
+    first = [word for word in arguments[:2] if word != "train"][:1]
+    return any(word.endswith(_FILES) for word in first)
 
 
 def _is_program(words: Sequence[str], at: int) -> bool:
@@ -55,10 +72,16 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     Raises InputError if no command starts such a program.
     """
     script = read_script(text, context.variables, context.folder)
-    entry = Entry(lambda words: program_at(words, programs), lambda inner: BATCH in inner)
+    names = (BATCH, *programs)
+    entry = Entry(lambda words: program_at(words, programs), lambda inner: any(name in inner for name in names))
     before, words = started(script, entry, context)
     if words is None:
         raise InputError(f"no command of the script starts a program with {BATCH}")
+    if (
+        takes_file(words)
+        and read_beside(file := next(word for word in words if word != "train"), context.folder) is None
+    ):
+        raise InputError(f"the arguments are in {show(file)}, which is not at hand: put it beside this file")
     options = program_options(words, context)
     devices = devices_of(before, script, text)
     visible = str(script.variables.get("CUDA_VISIBLE_DEVICES", ""))
@@ -77,7 +100,7 @@ def program_options(words: Sequence[str], context: LaunchContext) -> Options:
     """Return the arguments of a program: the words after its name, and those in the files that they reference."""
     arguments = given_arguments(words)
     typed_arguments = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
-    options = Options([*of_files(arguments, context), *typed_arguments])
+    options = Options([*of_files(arguments, context), *_overrides(arguments), *typed_arguments])
     options.remarks += (
         Unread(option=name, value="read by the program", why=f"{name} is not beside this file: put it there")
         for name in map(_file_of, arguments)
@@ -89,7 +112,18 @@ def program_options(words: Sequence[str], context: LaunchContext) -> Options:
 def _file_of(argument: Argument) -> str:
     """Return the file of arguments that a positional word or `--config` names; blank if it names none."""
     name = argument.option if argument.name != "config" else str(argument.value)
-    return name if name.endswith((".yaml", ".yml", ".json")) else ""
+    return name if name.endswith(_FILES) else ""
+
+
+def _overrides(arguments: Sequence[Argument]) -> Iterator[Argument]:
+    """Yield the words KEY=VALUE after a file, which change its values (OmegaConf.from_cli, as in LLaMA-Factory)."""
+    follows = False
+    for argument in arguments:
+        if follows and (pair := _OVERRIDE.fullmatch(argument.option)):
+            key, text = pair.groups()
+            value = Unknown(text) if is_open(text) else parse_yaml(f"{key}: {text}", argument.option)[key]
+            yield Argument(key, text, key, value)
+        follows |= argument.option.endswith(_FILES)
 
 
 def _typed(argument: Argument) -> Argument:

@@ -23,6 +23,7 @@ COMMANDS = ("llamafactory-cli", "train.py", "train_bash.py")
 DEFAULT_LENGTH = 2048
 _YAML = re.compile(r"^(finetuning_type|cutoff_len)\s*:", re.MULTILINE)
 _SCRIPT = re.compile(r"\bllamafactory-cli\s+train\b|--finetuning_type\b")
+_STARTS_FILE = re.compile(r"^[^#\n]*\bllamafactory-cli\s+train\s+\S+\.(ya?ml|json)\b", re.MULTILINE)
 _MEGATRON = re.compile(r"(tensor|pipeline|expert)_model_parallel_size$")
 # LLaMA-Factory's own optimizers, which replace the Trainer's (train/trainer_utils.py).
 _OPTIMIZERS = ("use_galore", "use_apollo", "use_badam", "use_adam_mini")
@@ -35,15 +36,15 @@ def recognises(name: str, text: str) -> bool:
             _YAML.search(text) is not None
             and re.search(r"^\s*per_device_train_batch_size\s*:", text, re.MULTILINE) is not None
         )
-    if name.endswith(SCRIPTS):
+    if name.endswith(SCRIPTS) or re.search(r"\baccelerate\s+launch\b", text):
         return False
-    return has_batch(text) and _SCRIPT.search(text) is not None and re.search(r"\baccelerate\s+launch\b", text) is None
+    return _SCRIPT.search(text) is not None and (has_batch(text) or _STARTS_FILE.search(text) is not None)
 
 
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of a configuration, which never contains the number of devices."""
     devices = None
-    if has_batch(text):
+    if has_batch(text) or not (_YAML.search(text) or text.lstrip().startswith("{")):
         options, _, devices = of_script(text, context, COMMANDS)
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from autoplan.base.errors import InputError
 from autoplan.frameworks.common.option_table import Constant, count, number, switch, word
 from autoplan.spec.enums import ContextParallelKind, Precision, Recompute, RecomputeModule, Sharding
 from autoplan.spec.plan import ParallelPlan
@@ -138,6 +139,20 @@ EXPERTS = (
     count("num_experts_per_tok", "model.moe.experts_per_token", 1),
     count("base_moe_mlp_dim", "model.moe.expert_ffn_size", 7168),
 )
+SCALE = "global_parameter_scale"
+
+
+def scaled(factor: int) -> tuple[int, int, int]:
+    """Return the factors of heads and MLP, of the hidden size and of the layers (pyconfig.py get_individual_scales).
+
+    A doubling of the parameters widens heads and MLP, the next one the hidden size, the third one adds layers.
+    """
+    if factor & (factor - 1):
+        raise InputError(f"{SCALE} must be a power of 2, got {factor}")
+    rounds, rest = divmod(factor.bit_length() - 1, 3)
+    return 2 ** (rounds + (rest > 0)), 2 ** (rounds + (rest > 1)), 2**rounds
+
+
 # Layer kinds that can be written in a model file: (biases of queries, keys and values; norms of queries and keys).
 BLOCKS = {
     "llama2": (False, "none"),

@@ -38,9 +38,11 @@ from autoplan.frameworks.maxtext.options import (
     PIPELINED,
     POLICIES,
     QUANTIZATION,
+    SCALE,
     SIZES,
     STATES,
     repeated,
+    scaled,
 )
 from autoplan.frameworks.megatron_lm.read import Entry, started
 from autoplan.readers.model import find_preset
@@ -143,15 +145,17 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     further = options.optional_count("mtp_num_layers", 0) or 0
     if context.model is not None:
         sizes_of_file = (row.key for row in (*SIZES, *EXPERTS, KV_HEADS, HEAD_DIM, FFN_SIZE))
-        for key in filter(options.has, ("model_name", *sizes_of_file, "decoder_block", "mtp_num_layers")):
+        for key in filter(options.has, ("model_name", *sizes_of_file, SCALE, "decoder_block", "mtp_num_layers")):
             options.remark(key, "--model wins", matters=False)
         return context.model
     if name != "default":
         ours = {theirs: preset for preset, theirs in MODELS.items()}.get(name, name)
         if (model := find_preset(ours)) is None:
             raise InputError(f"model_name {show(name)} is not a known model: pass --model")
+        if options.is_other(SCALE, 1):
+            raise InputError(f"{SCALE} {show(options.value(SCALE))} changes the model {show(name)}: pass --model")
         return replace(model, num_mtp_layers=further)
-    if not any(options.has(row.key) for row in SIZES[:3]):
+    if not any(options.has(key) for key in (SCALE, *(row.key for row in SIZES[:3]))):
         raise InputError("neither model_name nor sizes of a model are in the file: pass --model")
     block = options.text("decoder_block", "llama2")
     if block not in BLOCKS:
@@ -159,15 +163,20 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     bias, norm = BLOCKS[block]
     heads = KV_HEADS.of(options)
     sizes = read_fields(SIZES, options)
+    widths, hidden, layers = scaled(options.count(SCALE, 1))
+    sizes["num_heads"] *= widths
+    sizes["hidden_size"] *= hidden
+    sizes["num_layers"] *= layers
+    experts = read_fields(EXPERTS, options) if block in OF_EXPERTS else None
     return ModelSpec(
         name=options.text("run_name") or "maxtext-model",
         **sizes,
-        num_kv_heads=None if heads == sizes["num_heads"] else heads,
+        num_kv_heads=None if heads * widths == sizes["num_heads"] else heads * widths,
         head_dim=_unusual(HEAD_DIM.of(options), sizes),
-        ffn_size=0 if block in OF_EXPERTS else FFN_SIZE.of(options),
+        ffn_size=0 if block in OF_EXPERTS else FFN_SIZE.of(options) * widths,
         qkv_bias=options.flag("attention_bias", bias) and bias,
         qk_norm="head" if options.flag("use_qk_norm", norm == "head") else "none",
-        moe=Experts(**read_fields(EXPERTS, options)) if block in OF_EXPERTS else None,
+        moe=Experts(**experts | {"expert_ffn_size": experts["expert_ffn_size"] * widths}) if experts else None,
     )
 
 

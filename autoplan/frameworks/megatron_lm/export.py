@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from autoplan.base.errors import InputError, refuse
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, LaunchVariable, OptionGroup, Target
+from autoplan.frameworks.common.option_table import Constant
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.megatron_lm import flagscale, model_options, options, training_options
@@ -35,6 +36,11 @@ NO_TE_LOSS = only(
     why="use native",
     source="training/arguments.py:1697",
 )
+LAYERS = Part(
+    "LAYERS",
+    "Priced with these; what they default to differs by release.",
+    ((Constant("transformer_impl", "transformer_engine"),),),
+)
 TRAINING = Part("TRAINING", "Yours to choose; of these only evaluation costs time.", training_options.TRAINING)
 DATA = Part(
     "DATA",
@@ -51,7 +57,7 @@ _TAKE_ANY_ROPE_BASE = ("Megatron-Bridge",)
 
 def job(plan_file: PlanFile, version: str = "main") -> Job:
     """Return the job that starts the plan in a checkout of Megatron-LM or FlagScale; refuse what a release lacks."""
-    parts = (*checked_parts(plan_file, limits=_limits(version)), TRAINING)
+    parts = (*checked_parts(plan_file, limits=_limits(version)), LAYERS, TRAINING)
     groups = tuple(_group(part, plan_file) for part in parts)
     if version in RELEASES:
         check_release(groups, version)

@@ -11,7 +11,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.options import NOT_KNOWN, Argument, Options, Unknown, typed
 from autoplan.frameworks.common.shell import Command, Script, read_script
-from autoplan.frameworks.common.shell_words import is_open
+from autoplan.frameworks.common.shell_words import is_one_word, is_open
 from autoplan.frameworks.megatron_lm import with_slime
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.model_options import FUSED_PERMUTE, GROUPED
@@ -25,12 +25,21 @@ ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "flagsc
 _DEGREES = re.compile(r"(?<![\w-])--(tensor-model-parallel-size|pipeline-model-parallel-size)\b")
 _LENGTHS = re.compile(r"(?<![\w-])--(train-iters|train-samples|global-batch-size)\b")
 _KERNELS = ("attention_backend", "use_flash_attn", "transformer_impl")  # options that name the kernel of attention
+# Options of releases whose layers are Transformer Engine's by default, which is so from Megatron-Core 0.6 on.
+_SINCE_FLASH = (
+    *("ckpt_format", "use_legacy_models", "recompute_modules", "multi_latent_attention", "use_megatron_fsdp"),
+    *("cross_entropy_loss_fusion", "moe_router_dtype", "moe_permute_fusion", "fp8_recipe", "mtp_num_layers"),
+    *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout"),
+    *("expert_tensor_parallel_size", "use_precision_aware_optimizer", "optimizer_cpu_offload", "cp_comm_type"),
+    *("fp8_param_gather", "num_distributed_optimizer_instances", "create_attention_mask_in_dataloader"),
+)
 MAX_NAMED = 6  # variables in a message
 _OTHER_NAMES = (".py", ".json", ".yaml", ".yml", ".toml", ".md")
 _NOT_DECODERS = re.compile(
     r"bert|t5|retro|ict|vision|vlm|vit|llava|multimodal|mimo|diffusion|whisper|encoder|generat|infer|server|convert"
-    r"|preprocess|checkpoint|eval|export|quantiz|prune|distill"
+    r"|preprocess|checkpoint|partition|eval|export|quantiz|prune|distill"
 )
+_FOLDERS = re.compile(r"bert|t5|retro|vision|vlm|multimodal\w*|mimo|diffusion|whisper")  # of examples/
 
 
 def recognises(name: str, text: str) -> bool:
@@ -77,11 +86,11 @@ def read(text: str, context: LaunchContext) -> Launch:
         launch = launch_of(arguments, context, target=target, framework=framework, num_devices=devices)
     except InputError as error:
         raise InputError(f"{error}{_left_open(script)}") from None
-    is_other_version = arguments.has("data_impl")  # versions of 2023 and before
-    is_other_version |= any(item.why == NOT_KNOWN and item.option[:2] == "--" for item in launch.unread)
-    if not is_other_version or any(map(arguments.has, _KERNELS)):
+    is_other_version = any(item.why == NOT_KNOWN and item.option[:2] == "--" for item in launch.unread)
+    is_recent = any(map(arguments.has, _SINCE_FLASH)) and not is_other_version
+    if is_recent or any(map(arguments.has, _KERNELS)):
         return launch
-    why = "flash is priced; a version whose layers are local by default keeps its scores"
+    why = "flash is priced; versions before Megatron-Core 0.6, whose layers are local by default, keep the scores"
     return replace(launch, unread=(Unread(option="--attention-backend", value="not given", why=why), *launch.unread))
 
 
@@ -96,6 +105,7 @@ def _left_open(script: Script) -> str:
     if script.missing:
         return f"; the script sources {', '.join(script.missing[:2])[:150]}, not found beside it: put it there"
     names = dict.fromkeys(name for condition in script.open for name in re.findall(r"\$\{?(\w+)", condition))
+    names = {name: None for name in names if is_open(str(script.variables.get(name, "$")))}
     ways = ", ".join(f"--set {name}=VALUE" for name in list(names)[:MAX_NAMED])
     return f"; conditions of the script depend on variables that it does not set: pass {ways}" if ways else ""
 
@@ -112,7 +122,7 @@ def named(entries: Sequence[str]) -> Entry:
     """Return the recognition of programs by name."""
 
     def position(words: Sequence[str]) -> int | None:
-        places = (at for at, word in enumerate(words) if word.endswith(tuple(entries)) and not re.search(r"\s", word))
+        places = (at for at, word in enumerate(words) if word.endswith(tuple(entries)) and is_one_word(word))
         return next(places, None)
 
     return Entry(position, lambda text: any(entry in text for entry in entries))
@@ -122,7 +132,7 @@ def _program_before_degrees(words: Sequence[str]) -> int | None:
     """Return the index of the program that is followed by parallelism options of Megatron-LM."""
     if not any(_DEGREES.fullmatch(word.partition("=")[0]) for word in words):
         return None
-    programs = (at for at, word in enumerate(words) if word.endswith(".py") and not re.search(r"\s", word))
+    programs = (at for at, word in enumerate(words) if word.endswith(".py") and is_one_word(word))
     return next(programs, None)
 
 
@@ -134,7 +144,7 @@ def _other_program(before: Sequence[str]) -> str | None:
     if not before:
         return None
     folder, _, name = before[-1].rpartition("/")
-    kind = _NOT_DECODERS.search(name.casefold())
+    kind = _NOT_DECODERS.search(name.casefold()) or _FOLDERS.fullmatch(folder.rpartition("/")[2])
     if kind is not None or folder.endswith("tasks"):  # tasks/main.py evaluates and fine-tunes several kinds
         raise InputError(f"{before[-1][-60:]} ({kind[0] if kind else 'a task'}) trains no plain language model")
     return name

@@ -58,9 +58,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 
 def _check(options: Options) -> None:
-    """Raise an error for tasks whose step is not priced; remark on unusual attention."""
-    if options.text("attn_impl") == "eager":
-        options.remark("attn_impl", "priced as flash attention")
+    """Raise an error for tasks whose step is not priced."""
     for key in _OTHER_LOSSES:
         if options.has(key):
             raise InputError(f"{key}: only training on the next token is priced, no preferences or rewards")
@@ -110,6 +108,8 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
         raise InputError("no command of the script is megatron sft or megatron pt")
     arguments = Options(_renamed(given_arguments(words)), MEGATRON_DEFAULTS, way_out="pass --model")
     _check(arguments)
+    if arguments.text("attn_impl") == "eager":
+        arguments.remark("attn_impl", "priced as flash attention")
     model = model_of(arguments, "model", context)
     if (num_mtp_layers := arguments.optional_count("mtp_num_layers", 0) or 0) != model.num_mtp_layers:
         model = replace(model, num_mtp_layers=num_mtp_layers)  # not taken from the checkpoint
@@ -187,7 +187,7 @@ def _with_trainer(text: str, context: LaunchContext) -> Launch:
         length_key="max_length",
         batching=_batching(options),
         finetuning=_finetuning(options, "lora"),
-        precision=Precision.BF16 if options.text("torch_dtype", "bfloat16") == "bfloat16" else None,
+        precision=Precision.BF16 if options.text("torch_dtype", "bfloat16") == "bfloat16" else Precision.FP16,
     )
     return launch_of(options, context, program, devices)
 

@@ -180,7 +180,9 @@ def _unpriced(options: Options, model: Options, optimizer: Options) -> None:
     optimizer.pass_over("weight_decay", "weight_decay_exclude_named_params", "clip_grad", "learning_rate_scheduler")
     factory = optimizer.inside("optimizer_factory")
     for section in (factory, optimizer):  # older versions have it next to zero_stage
-        section.pass_over("adam_eps", "adam_beta1", "adam_beta2", "torch_adam_is_fused")
+        section.pass_over("adam_eps", "adam_beta1", "adam_beta2")
+        if section.is_other("torch_adam_is_fused", True):
+            section.remark("torch_adam_is_fused", "a fused update is priced")
     if factory.is_other("name", "adamW"):
         factory.remark("name", "AdamW is priced")
     if not optimizer.flag("accumulate_grad_in_fp32", True):

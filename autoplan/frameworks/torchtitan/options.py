@@ -33,6 +33,8 @@ ASIDE = (
 CONVERTERS = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}  # prefixes of class names in 0.3
 OLD_CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}  # in 0.2
 POLICIES = {"full": "FullAC", "selective": "SelectiveAC"}
+# Keys of activation_checkpoint that are read, or cost nothing (0.2.2, config/job_config.py).
+POLICY_KEYS = ("mode", "selective_ac_option", "preserve_rng_state", "determinism_check", "debug", "early_stop")
 
 # -- batch and sequence -----------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from autoplan.frameworks.torchtitan.options import (
     OFFLOAD,
     OLD_CONVERTERS,
     POLICIES,
+    POLICY_KEYS,
     REDUCTION,
     SCALING,
     STATES,
@@ -283,6 +284,7 @@ def _of_script(text: str, context: LaunchContext) -> Content:
         content = _of_toml(_changed(_toml_beside(old, context), options))
     else:
         content = _base(options.pop("module", None), options.pop("config", None), context)
+        policy = policy or options.get("activation_checkpoint.mode")  # before a policy was a subcommand
         _changed(content.options, options)
     if policy is not None:
         content.recompute = policy
@@ -424,7 +426,8 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
     if model is None:
         raise InputError("the model cannot be read from the file: pass --model")
     options = Options.of_table(content.options)
-    options.pass_over(*ASIDE, "model", "activation_checkpoint", "quantize")
+    options.pass_over(*ASIDE, "model", "quantize")
+    options.inside("activation_checkpoint").pass_over(*POLICY_KEYS)
     options.inside("experimental").pass_over("custom_import", "custom_args_module")
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
     options.remarks += (item for item in content.unread if not (context.model and item.option == "model.flavor"))

@@ -57,7 +57,9 @@ DEFAULTS: dict[str, Value] = {
     "moe_token_dispatcher_type": "alltoall",
     "apply_rope_fusion": True,
 }
-DEFAULT_LENGTH, DEFAULT_TOKENS = 1024, 8192
+DEFAULT_LENGTH = 1024
+# Whether a micro-batch is as many tokens, and how many, in the trainers of SFT and of actors (actor/actor.yaml).
+SFT_TOKENS, ACTOR_TOKENS = (True, 8192), (False, 16384)
 # Settings of an actor (config/actor/megatron_actor.yaml) by their names in the SFT trainer.
 OF_ACTOR = {
     "actor_rollout_ref.actor.megatron.": "engine.",

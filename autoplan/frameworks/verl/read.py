@@ -21,16 +21,17 @@ from autoplan.frameworks.megatron_lm import launch as megatron
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.read import Entry, started
 from autoplan.frameworks.verl.options import (
+    ACTOR_TOKENS,
     ARGUMENTS,
     DDP,
     DEFAULT_LENGTH,
-    DEFAULT_TOKENS,
     DEFAULTS,
     DTYPE,
     DYNAMIC,
     MAX_TOKENS,
     OF_ACTOR,
     OPTIMIZER,
+    SFT_TOKENS,
     TRANSFORMER,
 )
 from autoplan.spec.finetuning import FineTuning
@@ -77,7 +78,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         model = replace(model, num_mtp_layers=0)
     arguments.pass_over("model.mtp.enable")
     finetuning = _finetuning(arguments)
-    _batch(arguments, context)
+    _batch(arguments, context, ACTOR_TOKENS if before[-1] == _PPO else SFT_TOKENS)
     _types(arguments)
     for key in ("param_offload", "optimizer_offload", "grad_offload"):
         if arguments.flag(f"engine.{key}"):
@@ -159,8 +160,9 @@ def _finetuning(arguments: Options) -> FineTuning | None:
     )
 
 
-def _batch(arguments: Options, context: LaunchContext) -> None:
-    """Translate lengths and batch sizes to Megatron-LM's arguments."""
+def _batch(arguments: Options, context: LaunchContext, defaults: tuple[bool, int]) -> None:
+    """Translate lengths and batch sizes to Megatron-LM's arguments; the trainer has its own `defaults` for tokens."""
+    is_dynamic, most_tokens = defaults
     prompt, answer = (arguments.optional_count(f"data.max_{part}_length", 0) or 0 for part in ("prompt", "response"))
     length = context.seq_len or prompt + answer or arguments.optional_count("seq_length") or DEFAULT_LENGTH
     if not arguments.has("seq_length"):
@@ -169,8 +171,8 @@ def _batch(arguments: Options, context: LaunchContext) -> None:
         total = arguments.count("global_batch_size", 256) * samples
         option = arguments.name("global_batch_size")
         arguments.arguments["global_batch_size"] = Argument(option, str(total), "global_batch_size", total)
-    if arguments.flag(DYNAMIC, True):
-        tokens = arguments.count(MAX_TOKENS, DEFAULT_TOKENS) * arguments.count("context_parallel_size", 1)
+    if arguments.flag(DYNAMIC, is_dynamic):
+        tokens = arguments.count(MAX_TOKENS, most_tokens) * arguments.count("context_parallel_size", 1)
         size = max(1, tokens // length)
         arguments.arguments["micro_batch_size"] = Argument(DYNAMIC, "True", "micro_batch_size", size)
         arguments.remark(DYNAMIC, f"micro-batches are as many tokens; priced as {size} sequences", default="True")

@@ -40,6 +40,11 @@ PLAN=(
     --bf16
 )
 
+# Priced with these; what they default to differs by release.
+LAYERS=(
+    --transformer-impl transformer_engine
+)
+
 # Yours to choose; of these only evaluation costs time.
 TRAINING=(
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --clip-grad 1.0
@@ -85,5 +90,5 @@ fi
 exec torchrun --nnodes 8 --nproc-per-node 8 --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
     "$MEGATRON_LM_DIR/pretrain_gpt.py" \
-    "${MODEL[@]}" "${PLAN[@]}" "${TRAINING[@]}" "${DATA[@]}" \
+    "${MODEL[@]}" "${PLAN[@]}" "${LAYERS[@]}" "${TRAINING[@]}" "${DATA[@]}" \
     --train-iters "$TRAIN_ITERS" "$@"

@@ -62,6 +62,11 @@ PLAN=(
     --bf16 --fp8-format hybrid --fp8-recipe tensorwise
 )
 
+# Priced with these; what they default to differs by release.
+LAYERS=(
+    --transformer-impl transformer_engine
+)
+
 # Yours to choose; of these only evaluation costs time.
 TRAINING=(
     --lr 3e-4 --min-lr 3e-5 --lr-decay-style cosine --clip-grad 1.0
@@ -110,5 +115,5 @@ fi
 exec torchrun --nnodes 128 --nproc-per-node 8 --node-rank "$NODE_RANK" \
     --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" \
     "$MEGATRON_LM_DIR/pretrain_gpt.py" \
-    "${MODEL[@]}" "${EXPERTS[@]}" "${PLAN[@]}" "${TRAINING[@]}" "${DATA[@]}" \
+    "${MODEL[@]}" "${EXPERTS[@]}" "${PLAN[@]}" "${LAYERS[@]}" "${TRAINING[@]}" "${DATA[@]}" \
     --train-iters "$TRAIN_ITERS" "$@"
