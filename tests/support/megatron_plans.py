@@ -7,14 +7,20 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from autoplan.api.plan_files import make_mixed_file
+from autoplan.api.unlike_nodes import node_ranges
+from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.primus.rules import RULES as PRIMUS_RULES
+from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import RankOrder, RecomputeModule
 from autoplan.spec.framework import Framework
+from autoplan.spec.mixed_problem import MixedStage, ReplicaKind
 from autoplan.spec.model import Experts, LatentAttention, ModelSpec
 from autoplan.spec.plan import ParallelPlan, even_chunks
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
+from mixed_cases import plan_of, problem_of, replicas
 from test_megatron_lm_export import DEEPSEEK, GPT3, GPT_OSS, LLAMA_8B, cluster_of, plan_file_of
 
 MIXTRAL = replace(
@@ -61,6 +67,19 @@ SMALL_GPT = replace(GPT3, name="gpt-small", num_layers=24, hidden_size=2048, num
 
 SPLIT = {"grad_reduce_overlap": False, "param_gather_overlap": False}
 UNSHARDED = {"sharding": "none", "param_gather_overlap": False}
+
+
+def unlike(model: ModelSpec, *kinds: ReplicaKind, **common: Any) -> PlanFile:
+    """A plan over 8 H100 and 16 A100, as the A100 start it."""
+    problem = problem_of(load_cluster("h100-sxm:1x8"), load_cluster("a100-sxm:2x8"), model=model, seq_len=4096)
+    costs = estimate_mixed(problem, [plan_of(kinds=kinds, **common)])
+    ranges = node_ranges(problem, make_mixed_file(problem, costs, None, command="a test"), "megatron-lm")
+    return next(nodes.plan_file for nodes in ranges if nodes.part == "a100-sxm")
+
+
+DEEP = tuple(
+    MixedStage(part=part, tp=2, layers=6 * size, chunks=(size,) * 6) for part, size in ((1, 1), (1, 1), (0, 3))
+)
 
 # Dense, experts and latent attention; even, uneven and interleaved stages, context parallelism, replicated shards.
 MATRIX: dict[str, PlanFile] = {
@@ -130,6 +149,17 @@ MATRIX: dict[str, PlanFile] = {
         LATENT, ep=8, dp_shard=16, recompute="selective", recompute_modules=("mla_up_proj", "moe_act", "layernorm")
     ),
     "latent, predictions": plan_file_of(DEEPSEEK, tp=4, sp=True, pp=8, ep=8, dp_shard=4, precision="fp8"),
+    "unlike stages": unlike(LLAMA_8B, replicas(4, 8, (1, 2, 6), (1, 2, 7), (0, 2, 19)), sharding="zero1"),
+    "unlike stages, interleaved": unlike(
+        replace(LLAMA_8B, num_layers=30), ReplicaKind(count=4, num_microbatches=9, stages=DEEP), sharding="zero1"
+    ),
+    "unlike stages, context": unlike(
+        LLAMA_8B, replicas(4, 8, (1, 1, 6), (1, 1, 7), (0, 1, 19)), cp=2, sharding="zero1"
+    ),
+    "unlike stages, experts": unlike(MIXTRAL, replicas(4, 8, (1, 2, 6), (1, 2, 7), (0, 2, 19)), ep=4, sharding="zero1"),
+    "unlike replicas": unlike(
+        LLAMA_8B, replicas(4, 8, (0, 2, 32)), replicas(8, 8, (1, 2, 32)), sharding="zero1", recompute="full"
+    ),
 }
 
 # What only Primus runs.
