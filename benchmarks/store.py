@@ -204,8 +204,8 @@ arrived.  Missing: rows that the killed one had not sent yet.  Then every push i
 
 ## A search's timings among a million rows
 
-{devices} devices, {fingerprints} machines of each; the first has {shapes:,} rows, each of a shape of its own.  Found are
-the timings that serve a usual machine, and this one, at first from the database, then from the cache; of them the
+{devices} devices, {fingerprints} machines of each; the first has {shapes:,} rows, each of a shape of its own.  Found
+are the timings that serve a usual machine, and this one, at first from the database, then from the cache; of them the
 table is made that plans are priced with, and its digest.  The page is that of `autoplan db report`.  CPU: of the
 searching process, whose time with SQLite is all that there is.
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
+from autoplan.base.units import repetitions
 from autoplan.frameworks.registry import book_of
 from autoplan.spec.axes import AXES, AXIS, Axis, shown
 from autoplan.spec.model import ModelSpec
@@ -162,6 +162,5 @@ def words(axis: str, value: Any) -> str:
             return f"{kind} of {repeated} a chunk"
         return "+".join(modules) if kind == "selective" and modules != ("core_attn",) else str(kind)
     if axis == "layers":
-        counts = [(count, len(list(same))) for count, same in groupby(value[0])]
-        return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in counts)
+        return repetitions(value[0])
     return shown(value)

@@ -9,7 +9,6 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate, memory_oom_z
-from autoplan.cost.step import needs_order
 from autoplan.frameworks.common.rules import legal
 from autoplan.search.blocks import Block, BlockOutcome, CellOutcome
 from autoplan.search.bounds import first_layers, kind_bounds, kind_costs, plan_bounds
@@ -151,7 +150,7 @@ class _BlockPricer:
     def _price(self, batch: PlanBatch, owner: Ints) -> None:
         """Price plans and keep the best; schedules that are simulated pass by pass only for plans that may fit."""
         findings, frontier = self.findings, self.frontier
-        if len(slow := np.flatnonzero(needs_order(batch))):
+        if len(slow := np.flatnonzero(batch.splits_backward)):
             oom_z = np.full(len(batch), -np.inf)
             oom_z[slow] = memory_oom_z(frontier.problem, batch.take(slow))
             np.minimum.at(self.nearest_z, owner[slow], oom_z[slow])

@@ -20,7 +20,6 @@ from autoplan.spec.axes import AXIS, COLUMNS, SEARCHED, Value
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.plan import (
     ALL_LAYERS,
-    SPLIT_SCHEDULES,
     ParallelPlan,
     PlanBatch,
     column_type,
@@ -161,7 +160,7 @@ class Space:
         plans = replace(replace(kinds, layouts=inside.layouts).take(kind), **columns)
         if self.limits.split_schedules_overlap:
             return plans
-        overlaps = ~np.isin(plans.schedule, SPLIT_SCHEDULES)
+        overlaps = ~plans.splits_backward
         reduces, gathers = plans.grad_reduce_overlap & overlaps, plans.param_gather_overlap & overlaps
         return replace(plans, grad_reduce_overlap=reduces, param_gather_overlap=gathers)
 

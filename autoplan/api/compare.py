@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from autoplan.api.problem import ProblemOptions, check_names, limit_texts, make_problem, make_space
-from autoplan.api.results import Result, Table
+from autoplan.api.results import Progress, Result, Table
 from autoplan.api.training_run import RunOptions, make_run, parse_sizes, priced, resized
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode
@@ -70,7 +70,7 @@ def compare(
     fix: Iterable[str] | Mapping[str, Any] = (),
     at_most: Iterable[str] | Mapping[str, Any] = (),
     forbid: Iterable[str] = (),
-    progress: Callable[[int, int | None], None] | None = None,
+    progress: Progress | None = None,
     **options: Unpack[CompareOptions],
 ) -> CompareResult:
     """Compare the fastest plans of several clusters and node counts (`nodes`), each with the proof of `search`.

@@ -146,12 +146,8 @@ def _rate(what: str, work: float, seconds: list[float], described: float | None)
 
 def _described_flops_per_s(cluster: ClusterSpec | None, dtype: str) -> float | None:
     """Return the rate of large products in a data type, from the cluster file."""
-    if (
-        cluster is None
-        or (peak := {str(name): peak for name, peak in cluster.device.peak_flops_per_s.items()}.get(dtype)) is None
-    ):
-        return None
-    return peak * cluster.device.gemm_efficiency
+    peak = None if cluster is None else cluster.device.peaks.get(dtype)
+    return None if cluster is None or peak is None else peak * cluster.device.gemm_efficiency
 
 
 def _described_s(

@@ -12,7 +12,7 @@ from autoplan.api.compare import fastest
 from autoplan.api.export import start_of
 from autoplan.api.problem import space_of
 from autoplan.api.record_facts import step_sources
-from autoplan.api.results import MixedPlanResult, PricedPlans
+from autoplan.api.results import MixedPlanResult, PricedPlans, Progress
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cost.collectives.traffic import step_traffic
 from autoplan.cost.mixed.stages import mixed_stages, mixed_timeline
@@ -43,7 +43,7 @@ PARTS = 4  # that are worked out again
 def page_of(
     result: PricedPlans | MixedPlanResult,
     path: str | Path = "plan.json",
-    progress: Callable[[int, int | None], None] | None = None,
+    progress: Progress | None = None,
 ) -> str:
     """Return a self-contained HTML page of a result whose plan file is, or will be, at `path`.
 
@@ -99,7 +99,7 @@ def _mixed_content(result: MixedPlanResult, path: Path) -> MixedContent:
     )
 
 
-def _content(result: PricedPlans, path: Path, progress: Callable[[int, int | None], None] | None) -> PlanContent:
+def _content(result: PricedPlans, path: Path, progress: Progress | None) -> PlanContent:
     """Return everything that the page shows, or why a part is not available."""
     file, problem, missing, done = result.file, result.problem, dict[str, str](), list[str]()
 

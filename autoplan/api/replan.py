@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -11,7 +11,7 @@ from autoplan.api.mixed import fastest_plans, result_of, usual_of
 from autoplan.api.plan_files import is_mixed_file, load_mixed_plan, make_plan_file
 from autoplan.api.plan_result import PlanResult, load_plan
 from autoplan.api.problem import space_of
-from autoplan.api.results import MixedPlanResult, Result, Table
+from autoplan.api.results import MixedPlanResult, Progress, Result, Table
 from autoplan.api.training_run import RunOptions, make_run, resized, search_run
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode
@@ -95,7 +95,7 @@ def replan(
     storage_bytes_per_s: float | None = None,
     run: RunOptions | None = None,
     db: str | None = None,
-    progress: Callable[[int, int | None], None] | None = None,
+    progress: Progress | None = None,
 ) -> ReplanResult:
     """Return the best plan on the rest of a plan's cluster, with the same batch, and the cost of switching to it.
 
@@ -204,7 +204,7 @@ def _fastest(
     clusters: Sequence[ClusterSpec | MixedCluster],
     flags: SpaceFlags,
     run: RunOptions,
-    progress: Callable[[int, int | None], None] | None,
+    progress: Progress | None,
 ) -> PlanResult | MixedPlanResult:
     """Return the fastest of the best plans on several clusters; the NoPlanError of the first if none has one."""
     results, refusals = list[PlanResult | MixedPlanResult](), []
@@ -230,7 +230,7 @@ def _searched(
     cluster: ClusterSpec,
     flags: SpaceFlags,
     run: RunOptions,
-    progress: Callable[[int, int | None], None] | None,
+    progress: Progress | None,
 ) -> PlanResult:
     """Return the best plan on equal nodes."""
     options: RunOptions = {**run, "objectives": ["step-time"], "nodes": _sizes(cluster)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -82,6 +82,8 @@ class Result(ABC):
     def _repr_html_(self) -> str:
         return f"<p>{escape(self.headline)}</p>{self.table()._repr_html_()}"
 
+
+Progress = Callable[[int, int | None], None]  # (done, all of them where that is known)
 
 File = TypeVar("File", PlanFile, MixedPlanFile)
 

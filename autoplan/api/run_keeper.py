@@ -12,11 +12,9 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from autoplan.api.calibrations import described_machine
-from autoplan.base.errors import AutoplanError, StoreError
-from autoplan.base.processes import CrewError
+from autoplan.base.errors import AutoplanError, RunFailedError, StoreError
 from autoplan.base.units import cleaned
 from autoplan.base.user import user_name
-from autoplan.jobs.program import ProgramError
 from autoplan.profiler.record import MAX_SAMPLES, Fingerprint
 from autoplan.profiler.run_record import RunRecord
 from autoplan.spec.plan import ParallelPlan
@@ -48,7 +46,7 @@ class RunKeeper:
         try:
             with Watch() as watch:
                 yield
-        except (ProgramError, CrewError) as error:
+        except RunFailedError as error:
             try:
                 self._keep_failure(problem, plan, predicted, error, is_own=is_own)
             except StoreError as unkept:
@@ -99,7 +97,7 @@ class RunKeeper:
         problem: Problem,
         plan: ParallelPlan,
         predicted: PredictedRun,
-        error: CrewError | ProgramError,
+        error: RunFailedError,
         *,
         is_own: bool,
     ) -> None:

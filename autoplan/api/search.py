@@ -25,6 +25,7 @@ from autoplan.api.problem import (
     space_of,
     unpriced_parts,
 )
+from autoplan.api.results import Progress
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import format_bytes
@@ -57,7 +58,6 @@ WIDEST_MEASURED_ZERO3 = 512
 UNLIKE_LINKS = 0.5  # spread of their rates from which a search says so
 
 T = TypeVar("T")
-Progress = Callable[[int, int | None], None]  # (cells or sizes done, all of them where that is known)
 
 
 class SearchOptions(ProblemOptions, RunOptions, total=False):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import TypedDict
 
+from autoplan.api.results import Progress
 from autoplan.base.errors import InputError
 from autoplan.base.values import parse_duration, parse_numbers, parse_positive, parse_tokens
 from autoplan.cost.goodput import Reliability
@@ -98,7 +99,7 @@ def search_run(
     problem: Problem,
     options: RunOptions,
     make_space: Callable[[Problem], Space],
-    progress: Callable[[int, int | None], None] | None = None,
+    progress: Progress | None = None,
     *,
     barred: Collection[str] = (),
     shared: Shared | None = None,

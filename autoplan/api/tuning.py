@@ -12,6 +12,7 @@ from typing import Unpack, cast
 from autoplan.api.plan_files import is_plan_file, load_plan_file, make_plan_file, problem_of
 from autoplan.api.plan_run import FRAMEWORK, warn_of_emulation
 from autoplan.api.problem import ProblemOptions, check_names, make_problem, space_flags, space_of
+from autoplan.api.results import Progress
 from autoplan.api.run_keeper import RunKeeper
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode, refused_writes
@@ -80,7 +81,7 @@ def tune(
     cluster: str | None = None,
     global_batch: int | None = None,
     seq_len: int | None = None,
-    progress: Callable[[int, int | None], None] | None = None,
+    progress: Progress | None = None,
     show: Callable[[str], None] = lambda text: None,
     **options: Unpack[TuneOptions],
 ) -> TuneResult:
@@ -103,7 +104,7 @@ def prepare(
     cluster: str | None = None,
     global_batch: int | None = None,
     seq_len: int | None = None,
-    progress: Callable[[int, int | None], None] | None = None,
+    progress: Progress | None = None,
     **options: Unpack[TuneOptions],
 ) -> PreparedTuning:
     """Return what `tune` will run, with a warning where the built-in trainer emulates the plans' precision here."""
@@ -277,7 +278,7 @@ def _searched(
     seq_len: int,
     options: ProblemOptions,
     flags: SpaceFlags,
-    progress: Callable[[int, int | None], None] | None,
+    progress: Progress | None,
 ) -> Candidates:
     """Search the best plan of each kind in the space that the flags describe."""
     problem = make_problem(model, cluster=cluster, seq_len=seq_len, **options)

@@ -70,6 +70,14 @@ class NoStoreError(StoreError):
     """There is no timing database at the given place."""
 
 
+class RunFailedError(AutoplanError):
+    """Ranks or a program of the user failed; `is_out_of_memory` says whether for lack of memory."""
+
+    def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
+        super().__init__(text)
+        self.is_out_of_memory = is_out_of_memory
+
+
 class AutoplanWarning(UserWarning):
     """A warning for the user; the command line prints it on stderr."""
 

@@ -28,7 +28,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
-from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.errors import InputError, RunFailedError
 from autoplan.base.hostlist import expand_hosts
 from autoplan.base.units import cleaned
 
@@ -65,12 +65,8 @@ class RankPlace:
     launcher: str = ""  # blank: this program starts all ranks
 
 
-class CrewError(AutoplanError):
-    """Ranks were lost: they crashed, hung or could not connect; `is_out_of_memory` says whether for lack of memory."""
-
-    def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
-        super().__init__(text)
-        self.is_out_of_memory = is_out_of_memory
+class CrewError(RunFailedError):
+    """Ranks were lost: they crashed, hung or could not connect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

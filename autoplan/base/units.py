@@ -6,6 +6,7 @@ import math
 import unicodedata
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import groupby
 
 from autoplan.base.errors import InputError, OutOfRangeError
 
@@ -155,3 +156,9 @@ def listed(words: Iterable[str], max_words: int = 8) -> str:
     all_words = list(words)
     more = f" and {len(all_words) - max_words} more" if len(all_words) > max_words else ""
     return ", ".join(cleaned(word)[:60] for word in all_words[:max_words]) + more
+
+
+def repetitions(counts: Iterable[object]) -> str:
+    """Return counts with repetitions merged: '7, 14 x 8, 7'."""
+    runs = ((count, len(list(same))) for count, same in groupby(counts))
+    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in runs)

@@ -58,7 +58,7 @@ from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
 from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, ModelSpec
-from autoplan.spec.plan import FULL, SPLIT_SCHEDULES, PlanBatch
+from autoplan.spec.plan import FULL, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS
 
@@ -315,7 +315,7 @@ def _block_cost(
     host = _launch_s(problem, batch, block, parts.is_whole)
 
     def halves(terms: dict[str, Floats], launch_s: Floats, wait_s: Floats) -> Halves | None:
-        if not np.isin(batch.schedule, SPLIT_SCHEDULES).any():
+        if not batch.splits_backward.any():
             return None
         input_s = add_up(terms.values()) + parts.split_s - parts.weight_s
         return Halves.of(framework, input_s, parts.weight_s, states, launch_s, wait_s)

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.memory_bound import STORED_CAST_BYTES, memory_bound_s
-from autoplan.cost.kernels.sizes import expert_tokens, norm_tokens
+from autoplan.cost.kernels.sizes import norm_tokens, rank_expert_tokens
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.memory.recompute import bytes_per_width, has_norm_module
 from autoplan.spec.enums import RecomputeModule
@@ -100,7 +100,7 @@ def _module_s(
         return _norm_s(problem, batch)
     if module == "moe_act" and problem.model.moe:
         moe = problem.model.moe
-        routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
+        routed = rank_expert_tokens(problem, batch)
         width = routed * moe.expert_ffn_size / batch.etp
         moved = problem.framework.kernels.kernel_bytes_factor * bytes_per_width(problem, batch, is_checkpointed=True)
         return memory_bound_s(problem, (moved + STORED_CAST_BYTES * batch.fp8_activation_input) * width)

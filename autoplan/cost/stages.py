@@ -27,7 +27,7 @@ from autoplan.cost.passes import Ends, Pass, SplitPass
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_beside, stage_blocks
 from autoplan.spec.axes import KERNEL_AXES
 from autoplan.spec.model import Block
-from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS
 
@@ -204,7 +204,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
 
 
 def _taken_apart(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Bools:
-    taken_apart = np.isin(batch.schedule, SPLIT_SCHEDULES)[:, None] & np.ones(blocks.num_stages, dtype=np.bool_)
+    taken_apart = batch.splits_backward[:, None] & np.ones(blocks.num_stages, dtype=np.bool_)
     taken_apart[:, 0] &= problem.framework.kernels.splits_first_chunk
     return taken_apart
 

@@ -28,7 +28,7 @@ from autoplan.cost.uneven_images import Encoding, images_waiting_s
 from autoplan.cost.uneven_lengths import Varying, met_in_turn, varying_s, waiting_s
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ENCODER_BLOCKS
-from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import STEP_TERMS
 
@@ -169,7 +169,7 @@ def makespan(pipelines: LaidOutPipelines) -> Makespan:
 def _run_in_order(pipelines: LaidOutPipelines) -> Iterator[tuple[Ints, PipelineTimes]]:
     """Yield (pipelines, times) for pipelines without a closed form, pass by pass; all messages count as the slowest."""
     batch, stages = pipelines.batch, pipelines.forward_s.shape[1]
-    plans = np.flatnonzero(needs_order(batch))
+    plans = np.flatnonzero(batch.splits_backward)
     keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, batch.num_microbatches])[:, plans]
     distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
     for at, (layout, num_repeated, schedule, microbatches) in enumerate(distinct.T.tolist()):
@@ -189,11 +189,6 @@ def _chunk_passes(pipelines: LaidOutPipelines, rows: Ints, layers: tuple[int, ..
         layouts.append(replace(layout, pipeline=np.searchsorted(rows, layout.pipeline[plan_rows]), on_part=on_part))
         passes.append(chunk_times(layout.problem, layout.laid, plan_rows, layers, num_repeated).scaled(layout.overall))
     return SplitPass(*(over_stages(layouts, values, len(rows)) for values in zip(*passes, strict=True)))
-
-
-def needs_order(batch: PlanBatch) -> Bools:
-    """Return which plans have a schedule that splits the backward pass; depends on the plan alone."""
-    return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Literal
 
-from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.errors import InputError, RunFailedError
 
 GRACE_S = 5.0  # between asking a program to end and ending it
 _MARK = "AUTOPLAN_PROGRAM"  # environment variable that marks everything started by a program
@@ -23,12 +23,8 @@ _POLL_S = 0.1
 _PROC = Path("/proc")
 
 
-class ProgramError(AutoplanError):
-    """The user's program failed; `is_out_of_memory` says whether for lack of memory."""
-
-    def __init__(self, text: str, *, is_out_of_memory: bool = False) -> None:
-        super().__init__(text)
-        self.is_out_of_memory = is_out_of_memory
+class ProgramError(RunFailedError):
+    """The user's program failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

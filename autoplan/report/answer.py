@@ -8,12 +8,20 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from autoplan.base.units import GIB, format_bytes, format_flops, format_percent, format_seconds, format_two_figures
+from autoplan.base.units import (
+    GIB,
+    format_bytes,
+    format_flops,
+    format_percent,
+    format_seconds,
+    format_two_figures,
+    repetitions,
+)
 from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.cost.kernels.sequences import tokens_per_sample, useful
 from autoplan.report.ranking import MIN_OFF, SHOWN_PLANS, choice_lines, print_ranking, reasons, slower, why_first
-from autoplan.report.terminal import number_ranges, print_lines, print_part, repetitions
+from autoplan.report.terminal import number_ranges, print_lines, print_part
 from autoplan.spec.estimate import datasheet_peak
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import TRAITS

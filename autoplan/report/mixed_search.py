@@ -8,9 +8,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from autoplan.base.units import format_bytes, format_percent, format_seconds
+from autoplan.base.units import format_bytes, format_percent, format_seconds, repetitions
 from autoplan.report.answer import input_text, optimizer_text, training_lines
-from autoplan.report.terminal import MIN_SHOWN_S, Cell, print_lines, print_part, print_table, print_terms, repetitions
+from autoplan.report.terminal import MIN_SHOWN_S, Cell, print_lines, print_part, print_table, print_terms
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost

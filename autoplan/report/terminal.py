@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -152,21 +151,15 @@ def print_lines(console: Console, lines: Iterable[Sequence[Cell]]) -> None:
     print_part(console, grid)
 
 
-def repetitions(counts: Iterable[object]) -> str:
-    """Return counts with repetitions merged: '7, 14 x 8, 7'."""
-    repetitions = [(count, len(list(same))) for count, same in groupby(counts)]
-    return ", ".join(f"{times} x {count}" if times > 1 else str(count) for count, times in repetitions)
-
-
 def number_ranges(numbers: Iterable[int]) -> str:
     """Return whole numbers with consecutive ones joined: '0-3+6'."""
-    repetitions: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if repetitions and number == repetitions[-1][-1] + 1:
-            repetitions[-1].append(number)
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            repetitions.append([number])
-    return "+".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in repetitions)
+            runs.append([number])
+    return "+".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def print_next_steps(console: Console, *steps: tuple[str, str]) -> None:

@@ -133,7 +133,7 @@ def datasheet_peak(device: DeviceSpec, precision: Precision) -> tuple[str, float
 
     MXFP8 runs at the rate of fp8; a precision that the device lacks is counted against its 16-bit rate.
     """
-    peak = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
+    peak = device.peaks
     for name in ("fp8" if precision == "mxfp8" else precision, "bf16"):
         if name in peak:
             return name, peak[name]

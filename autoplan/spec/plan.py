@@ -398,6 +398,11 @@ class PlanBatch(Rows):
         """Micro-batches of one replica in a step; rules make the division exact."""
         return self.global_batch // (self.micro_batch * self.dp)
 
+    @property
+    def splits_backward(self) -> Bools:
+        """Whether weight gradients are put off."""
+        return np.isin(self.schedule, SPLIT_SCHEDULES)
+
     def repeats(self, module: RecomputeModule) -> Bools:
         """Return which plans recompute this part of a layer by name."""
         return (self.recompute_modules >> RecomputeModule(module).code) & 1 == 1

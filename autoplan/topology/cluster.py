@@ -60,10 +60,15 @@ class DeviceSpec:
             check_fraction("narrow_gemm_efficiency", self.narrow_gemm_efficiency)
         check_fraction("memory_efficiency", self.memory_efficiency)
         _check_spread(self.rate_spread)
-        for precision, rate in self.peak_flops_per_s.items():
+        for precision, rate in self.peaks.items():
             check_positive(f"peak_flops_per_s.{precision}", rate)
         if "bf16" not in self.peak_flops_per_s and "fp16" not in self.peak_flops_per_s:
             raise InputError("peak_tflops must give bf16 or fp16")
+
+    @property
+    def peaks(self) -> dict[str, float]:
+        """`peak_flops_per_s`, which any name of a data type may be looked up in."""
+        return {str(precision): rate for precision, rate in self.peak_flops_per_s.items()}
 
     def slowed(self, rate_share: float) -> DeviceSpec:
         """Return the device with compute and memory rates multiplied by `rate_share`."""

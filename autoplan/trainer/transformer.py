@@ -49,7 +49,8 @@ class Norm(nn.Module):
         return F.layer_norm(x, weight.shape, weight, bias)
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return queries or keys turned by their positions (rotary embedding)."""
     low, high = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-high, low), dim=-1) * sin
 
@@ -80,7 +81,7 @@ class Attention(nn.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if angles is not None:
             cos, sin = (part.to(q.dtype) for part in angles)
-            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+            q, k = rotated(q, cos, sin), rotated(k, cos, sin)
         mixed: Tensor = self.core(q, k, v, self.window)
         projected: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return projected

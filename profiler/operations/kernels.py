@@ -18,6 +18,7 @@ from torch import Tensor
 from autoplan.profiler.operations import attention
 from autoplan.profiler.operations.inputs import InputFactory, Run, backward, in_turns, num_sets
 from autoplan.spec.operations import EXPERTS, NARROW_PRODUCTS, PRODUCTS, Operation
+from autoplan.trainer.transformer import rotated
 
 _ROPE_BASE = 10_000.0
 # Rows of 16 bits to which grouped products want each expert's share of the tokens: where it is none, some versions of
@@ -231,15 +232,10 @@ def _angles(factory: InputFactory, tokens: int, head_dim: int) -> tuple[Tensor, 
     return angles.cos().to(factory.torch_dtype)[:, None], angles.sin().to(factory.torch_dtype)[:, None]
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
-
-
 def _rope(factory: InputFactory, tokens: int, num_heads: int, head_dim: int) -> Run:
     x, (cos, sin) = factory.normal(tokens, num_heads, head_dim, grad=True), _angles(factory, tokens, head_dim)
     gradient = torch.randn_like(x)
-    return lambda: torch.autograd.grad(_rotated(x, cos, sin), x, gradient)
+    return lambda: torch.autograd.grad(rotated(x, cos, sin), x, gradient)
 
 
 def _cross_entropy(factory: InputFactory, tokens: int, vocab_size: int) -> Run:

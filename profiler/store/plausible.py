@@ -79,8 +79,7 @@ def _too_slow(record: Record) -> str:
     device = _device(record.fingerprint.device)
     if device is None or device.vendor == "cpu" or record.operation not in PRODUCTS or record.status != "ok":
         return ""
-    peaks = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
-    peak = peaks.get(RATE_TYPES.get(record.dtype, record.dtype))
+    peak = device.peaks.get(RATE_TYPES.get(record.dtype, record.dtype))
     if peak is None:
         return ""
     m, n, k = record.shape
@@ -100,7 +99,7 @@ _WIDTHS = {"fp32": 4.0, "fp8": 1.0, "mxfp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5
 
 def _peak_flops_per_s(device: DeviceSpec, dtype: str) -> float:
     """Return the datasheet rate of a type; fp32 may run as tf32, and a type without a rate may have four bits."""
-    peaks = {str(name): rate for name, rate in device.peak_flops_per_s.items()}
+    peaks = device.peaks
     of_four_bits = 4 * max(peaks.get("bf16", 0.0), peaks.get("fp16", 0.0))
     if dtype == "fp32":
         return max(peaks.get("tf32", 0.0), peaks.get("fp32", 0.0)) or of_four_bits

@@ -36,7 +36,7 @@ from autoplan.spec.enums import Precision, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.operations import Operation
 from autoplan.spec.optimizers import GATHERED_MOMENTA_SHARE, TRAITS
-from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 _REDUCTIONS: tuple[Operation, ...] = ("reduce_scatter", "all_reduce")
@@ -187,9 +187,7 @@ def shown_reduce_s(
     backward = backward_s / batch.vp[:, None]
     in_one = overlapped & (_chunks(batch) == 1)[:, None]
     last_pass_s = np.where(in_one, framework.overlap.grad_reduce_overlap_share * backward_s, 0.0)
-    slack = np.where(
-        np.isin(batch.schedule, SPLIT_SCHEDULES)[:, None], last_pass_s, np.cumsum(backward, axis=1) - backward
-    )
+    slack = np.where(batch.splits_backward[:, None], last_pass_s, np.cumsum(backward, axis=1) - backward)
     slack[:, 0] = last_pass_s[:, 0]
     # The last bucket is ready only when the backward pass is over.
     exposed = np.maximum((late_s - slack).max(axis=1), reduce_s[:, 0] / first.num_blocks)

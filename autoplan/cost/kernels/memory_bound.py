@@ -23,6 +23,7 @@ from autoplan.cost.kernels.sizes import (
     matrix_pieces,
     norm_tokens,
     pads_experts,
+    rank_kv_heads,
     rank_tokens,
     scales_by_past,
     scales_tiles,
@@ -252,7 +253,7 @@ def _scanned_width(model: ModelSpec, block: Block) -> int:
 
 def _roped_heads(problem: Problem, batch: PlanBatch) -> Floats:
     model = problem.model
-    return model.num_heads / batch.tp + model.kv_heads / np.minimum(batch.tp, model.kv_heads)
+    return model.num_heads / batch.tp + rank_kv_heads(model, batch)
 
 
 def _ffn_size(problem: Problem, block: Block) -> int:

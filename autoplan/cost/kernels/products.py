@@ -76,7 +76,7 @@ def wide_peak(problem: Problem) -> float:
 
 def peaks(problem: Problem) -> dict[str, float]:
     """Peak rates of products by type, in operations per second; fp32 at the TF32 rate if it runs on TF32 units."""
-    peak = {str(name): rate for name, rate in problem.device.peak_flops_per_s.items()}
+    peak = problem.device.peaks
     if problem.framework.kernels.tf32_products and "tf32" in peak:
         peak["fp32"] = peak["tf32"]
     return peak

@@ -86,6 +86,18 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     return routed * batch.ep * batch.etp / moe.num_experts
 
 
+def rank_expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens that all local experts on the busiest rank receive."""
+    moe = problem.model.moe
+    assert moe is not None
+    return expert_tokens(problem, batch) * moe.num_experts / batch.ep
+
+
+def rank_kv_heads(model: ModelSpec, batch: PlanBatch) -> Floats:
+    """Key/value heads of a rank: at least one, which several ranks then have alike."""
+    return model.kv_heads / np.minimum(batch.tp, model.kv_heads)
+
+
 def expert_imbalance(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens of the busiest expert rank over the mean of all routed ones; if some are dropped, at most the capacity.
 

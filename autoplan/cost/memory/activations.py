@@ -60,7 +60,7 @@ def activation_bytes(
     fills = (microbatches % blocks.num_stages == 0) & ~is_gpipe
     microbatches = np.where(fills, np.minimum(microbatches, _FILLED * blocks.num_stages), microbatches)
     # If the chunks of a rank differ, it matters which of them are alive together.
-    split = np.isin(batch.schedule, SPLIT_SCHEDULES)
+    split = batch.splits_backward
     unlike = np.flatnonzero(split | ((batch.vp > 1) & (~blocks.chunks_alike | (depths > 0))) | (ends is not None))
     for _, rows in by_chunks(batch, unlike):
         counts = chunk_blocks(problem.model, chunk_layers_of(batch, rows), batch.recompute_num_layers[rows])

@@ -13,12 +13,12 @@ from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.sizes import (
-    expert_tokens,
     head_columns,
     local_logits,
     local_sizes,
     norm_tokens,
     padded_vocab,
+    rank_expert_tokens,
     rank_tokens,
     widest_mlp,
 )
@@ -183,7 +183,7 @@ def _output_gradient_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape
     element = problem.training.element_bytes
     size = element * rank_tokens(problem, batch) * wide
     if model.moe:
-        routed = expert_tokens(problem, batch) * model.moe.num_experts / batch.ep
+        routed = rank_expert_tokens(problem, batch)
         experts = [local_sizes(linear, batch)[1] for linear in shape.linears if linear.split.startswith("expert")]
         size = size + element * routed * add_up(experts) if experts else size
     per_norm = 2 * WIDE_BYTES if casts_norms(problem) else element

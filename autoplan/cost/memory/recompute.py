@@ -17,11 +17,12 @@ from autoplan.cost.kernels.linears import ADDED, BlockShape
 from autoplan.cost.kernels.sizes import (
     NARROW_BYTES,
     encoder_tokens,
-    expert_tokens,
     linear_tokens,
     local_sizes,
     norm_tokens,
     operand_bytes,
+    rank_expert_tokens,
+    rank_kv_heads,
     rank_tokens,
 )
 from autoplan.cost.memory.state_types import WIDE_BYTES
@@ -231,7 +232,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         parts[RecomputeModule.MLA_UP_PROJ] = tokens * expanded * heads
         always_kept = tokens * (latents + _output_bytes(problem, batch, shape) * mla.v_head_dim * heads)
     else:
-        kv_heads = model.kv_heads / np.minimum(batch.tp, model.kv_heads)
+        kv_heads = rank_kv_heads(model, batch)
         always_kept = (
             _attention_bytes(problem, batch)
             * (heads * model.qk_head_dim + keys_per_query * kv_heads * (model.qk_head_dim + model.v_head_dim))
@@ -303,7 +304,7 @@ def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     model, moe = problem.model, problem.model.moe
     assert moe is not None
     narrow = input_bytes(problem, batch)
-    routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
+    routed = rank_expert_tokens(problem, batch)
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs, gates = _routed_bytes(problem, batch, shape)
     if problem.framework.memory.fsdp2_states:  # outputs for the gradients of the scores, and weighted by the scores
@@ -377,7 +378,7 @@ def _routed_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tupl
     """Return (bytes of the inputs of experts, of their gates and ups) that a rank stores per micro-batch."""
     moe = problem.model.moe
     assert moe is not None
-    routed = expert_tokens(problem, batch) * moe.num_experts / batch.ep
+    routed = rank_expert_tokens(problem, batch)
     is_checkpointed = batch.repeats(RecomputeModule.MOE_ACT)
     gates = bytes_per_width(problem, batch, keeps_input=False, is_checkpointed=is_checkpointed)
     inputs = (
@@ -389,6 +390,6 @@ def _routed_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tupl
 def _qkv_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes of queries, keys and values of a rank per micro-batch, without latent attention."""
     model = problem.model
-    heads, kv_heads = model.num_heads / batch.tp, model.kv_heads / np.minimum(batch.tp, model.kv_heads)
+    heads, kv_heads = model.num_heads / batch.tp, rank_kv_heads(model, batch)
     width = heads * model.qk_head_dim + kv_heads * (model.qk_head_dim + model.v_head_dim)
     return problem.training.element_bytes * rank_tokens(problem, batch) * width * model.attention_streams

@@ -17,7 +17,6 @@ from autoplan.spec.plan import (
     FULL,
     MAX_OPERATIONS,
     PP_BEFORE_DP,
-    SPLIT_SCHEDULES,
     ParallelPlan,
     PlanBatch,
 )
@@ -73,7 +72,7 @@ def _chunk_count(workload: Workload, batch: PlanBatch) -> Bools:
 def _followed(workload: Workload, batch: PlanBatch) -> Bools:
     """Three passes a chunk and micro-batch (forward, input and weight gradients), few enough to follow one by one."""
     passes = 3 * batch.pp * batch.vp * batch.num_microbatches
-    return ~np.isin(batch.schedule, SPLIT_SCHEDULES) | (passes <= MAX_OPERATIONS)
+    return ~batch.splits_backward | (passes <= MAX_OPERATIONS)
 
 
 def _folded(workload: Workload, batch: PlanBatch) -> Bools:

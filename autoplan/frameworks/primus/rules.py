@@ -21,7 +21,7 @@ from autoplan.frameworks.megatron_lm.rules import (
 )
 from autoplan.spec.axes import offered
 from autoplan.spec.enums import CudaGraphs, Recompute, Schedule
-from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
 
 _LAUNCHER = "backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py"
@@ -30,11 +30,6 @@ ZB_V = Schedule.ZB_V.code
 
 # Values of `pp_algorithm` by the names of schedules.
 ALGORITHMS = {"zb-h1": "zero-bubble", "zb-v": "zbv-formatted"}
-
-
-def is_split(batch: PlanBatch) -> Bools:
-    """Return which plans defer the weight gradients."""
-    return np.isin(batch.schedule, SPLIT_SCHEDULES)
 
 
 def _chunks(workload: Workload, batch: PlanBatch) -> Bools:
@@ -47,7 +42,7 @@ def _split_overlap(workload: Workload, batch: PlanBatch) -> Bools:
 
     Megatron-LM asserts that overlapped buckets are reduced by then (core/distributed/param_and_grad_buffer.py:824).
     """
-    return ~is_split(batch) | ~(batch.grad_reduce_overlap | batch.param_gather_overlap)
+    return ~batch.splits_backward | ~(batch.grad_reduce_overlap | batch.param_gather_overlap)
 
 
 SUPPORTED = (
@@ -100,12 +95,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         source="core/projection/config_validation.py:99",
         # Deferred weight gradients keep the inputs that recomputation would free.
-        holds=lambda s, b: ~is_split(b) | (b.recompute == Recompute.NONE.code),
+        holds=lambda s, b: ~b.splits_backward | (b.recompute == Recompute.NONE.code),
         text=lambda s, p: f"schedule {p.schedule!r} with recompute {p.recompute!r} frees no memory: use none",
     ),
     Rule(
         source=f"{_LAUNCHER}:63",
-        holds=lambda s, b: ~is_split(b) | (b.offload_modules == 0),
+        holds=lambda s, b: ~b.splits_backward | (b.offload_modules == 0),
         text=lambda s, p: f"schedule {p.schedule!r} with offload_modules {p.offload_modules} is not priced: use none",
     ),
 )
