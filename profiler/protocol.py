@@ -104,6 +104,7 @@ class Job:
     limit_s: float = 120.0  # limit of one measurement, after which a rank counts as hung
     compares_devices: bool = True
     devices_per_domain: int = 0  # size of the ranks' scale-up domains, in consecutive nodes; 0: nodes are domains
+    kernels: Mapping[Operation, str] = field(default_factory=dict)  # named by the user instead of torch's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

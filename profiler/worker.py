@@ -30,6 +30,7 @@ from autoplan.base.units import cleaned
 from autoplan.profiler.machine.environment import fingerprint
 from autoplan.profiler.machine.sensors import Sensors
 from autoplan.profiler.operations import attention, collectives, kernels, trainer_units
+from autoplan.profiler.operations.given_kernels import GivenKernel, check_runs, given_kernels
 from autoplan.profiler.operations.inputs import DTYPES, BesideRun, InputFactory, Run, StagedRun
 from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task, ranks_in_domain, rules_for
 from autoplan.profiler.record import SETTINGS, Fingerprint, settings_differ
@@ -57,6 +58,7 @@ class Ranks:
     groups: collectives.Groups
     grids: trainer_units.Grids
     control: dist.ProcessGroup  # gloo, on the host
+    given: dict[Operation, GivenKernel]  # kernels named by the user
     until: float = math.inf  # deadline of the current task, by the monotonic clock
     decider: int = 0  # rank whose times apply to all ranks in the current task; not an idle one
 
@@ -105,6 +107,7 @@ def join(place: RankPlace, job: Job) -> Ranks:
         groups=collectives.Groups(place.rank, place.num_ranks // in_domain, in_domain),
         grids=trainer_units.Grids(place.num_ranks, per_node, device),
         control=control,
+        given=given_kernels(job.kernels),
     )
 
 
@@ -126,6 +129,8 @@ def greet(ranks: Ranks, job: Job) -> Hello:
             if dtype in DTYPES:
                 library = " ".join([machine.collectives.partition(" ")[0], *_settings()])
                 implementations |= dict.fromkeys([(operation, dtype) for operation in COLLECTIVES], library)
+            check_runs(ranks.given, dtype, device)
+            implementations |= {(operation, dtype): kernel.name for operation, kernel in ranks.given.items()}
             implementations |= {
                 (operation, dtype): trainer_units.implementation(operation, dtype) for operation in trainer_units.UNITS
             }
@@ -211,7 +216,12 @@ def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
         return collectives.build(task.operation, task.shape, factory, ranks.groups)
     if task.operation in trainer_units.UNITS:
         return trainer_units.build(task.operation, task.shape, factory, ranks.grids)
-    run = kernels.build(task.operation, task.shape, factory)
+    given = ranks.given.get(task.operation)
+    run: Run | StagedRun
+    if given is not None and given.name == task.kernel:
+        run = given.build(task.operation, task.shape, factory)
+    else:
+        run = kernels.build(task.operation, task.shape, factory)
     run()
     synchronise(ranks.device)
     return run
@@ -226,7 +236,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     ranks.decider = next((rank for rank, partner in enumerate(task.partners) if rank != partner), 0)
     try:
         run = prepare(task, ranks)
-        if task.operation in attention.OPERATIONS and callable(run):
+        if task.operation in attention.OPERATIONS and task.operation not in ranks.given and callable(run):
             backend = attention.backend_of(run)
     except Exception as error:
         trouble = describe(error)

@@ -27,7 +27,7 @@ from autoplan.profiler.sweep import run as sweep
 from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, ranked_tasks, unmeasurable_parts
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.operations import NARROW_PRODUCTS, SHAPES
+from autoplan.spec.operations import GIVEN_KERNELS, NARROW_PRODUCTS, SHAPES, Operation
 from autoplan.spec.search_result import RankedPlan
 from autoplan.topology.cluster import ClusterSpec
 
@@ -55,6 +55,7 @@ class ProfileOptions:
     allowance: str = "3s"  # for one measurement to settle
     visits: int = 1
     limit: str = "2m"  # after which a rank counts as hung
+    kernels: tuple[str, ...] = ()  # OPERATION=MODULE:NAME, timed in place of torch's
 
 
 @dataclass(slots=True, kw_only=True)
@@ -258,6 +259,7 @@ def started_profile(
         allowance_s=parse_duration(options.allowance),
         limit_s=parse_duration(options.limit),
         devices_per_domain=purpose.cluster.levels[-1].num_devices if purpose.cluster else 0,
+        kernels=_named_kernels(options.kernels),
     )
     with Crew(job, place, num_ranks) as crew:
         if not crew.leads:
@@ -277,6 +279,21 @@ def started_profile(
                 _store=store,
                 _open_ranking=purpose.open_ranking,
             )
+
+
+def _named_kernels(texts: Sequence[str]) -> dict[Operation, str]:
+    """Return the kernels that were named, by operation; paths are whole, as ranks may start elsewhere."""
+    named: dict[Operation, str] = {}
+    for text in texts:
+        operation, _, name = text.partition("=")
+        place, _, attribute = name.rpartition(":")
+        if operation not in GIVEN_KERNELS or not place or not attribute.isidentifier():
+            known = ", ".join(GIVEN_KERNELS)
+            raise InputError(
+                f"--kernel {text!r}: write OPERATION=MODULE:NAME or OPERATION=FILE.py:NAME, with one of {known}"
+            )
+        named[operation] = f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
+    return named
 
 
 def _scope(model: str | Path | ModelSpec, options: ProfileOptions, modes: Sequence[Mode]) -> MeasurementScope:

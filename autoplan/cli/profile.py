@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # What a check of health has no use for.
 NOT_OF_HEALTH = (
     *("model", "plan_file", "seq_len", "tp", "micro_batches", "ep", "dtypes", "mode", "only", "framework", "visits"),
-    *("dry_run", "nodes", "template", "image", "work"),
+    *("kernels", "dry_run", "nodes", "template", "image", "work"),
 )
 STATED_BY_PLAN = ("model", "seq_len", "tp", "micro_batches", "ep", "dtypes", "only", "cluster", "framework")
 
@@ -79,6 +79,15 @@ AllowanceOption = Annotated[str, typer.Option(metavar="TIME", help="Time limit f
 VisitsOption = Annotated[
     int,
     whole_number("--visits", "N", "Repetitions of each measurement, in rounds; the median counts on noisy machines."),
+]
+KernelsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kernel",
+        metavar="OPERATION=MODULE:NAME",
+        help="Measure this class or function instead of torch's kernel of gemm, attention, norm or optimizer "
+        "(repeatable): attention=flash_attn:flash_attn_func, gemm=mine.py:Linear.",
+    ),
 ]
 LimitOption = Annotated[str, typer.Option(metavar="TIME", help="Time after which a rank counts as hung.")]
 DryRunOption = Annotated[
@@ -133,6 +142,7 @@ def profile(
     allowance: AllowanceOption = "3s",
     visits: VisitsOption = 1,
     limit: LimitOption = "2m",
+    kernels: KernelsOption = None,
     dry_run: DryRunOption = False,
     nodes: NodesOption = 0,
     template: TemplateOption = None,
@@ -161,7 +171,7 @@ def profile(
     is_elsewhere = dry_run and (plan_file is not None or cluster is not None)
     _check_together(context, is_elsewhere=is_elsewhere)
     given = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}
-    options = ProfileOptions(db=whole_url(context, url), **given)
+    options = ProfileOptions(db=whole_url(context, url), **given | {"kernels": tuple(kernels or ())})
     if is_elsewhere:
         planned = planned_profile(model, plan_file=plan_file, options=options, num_nodes=nodes)
         _print_planned(planned, json=json, quiet=quiet)
@@ -186,6 +196,7 @@ def _check_together(context: typer.Context, *, is_elsewhere: bool) -> None:
     refuse(
         (
             (typed["nodes"] and not is_elsewhere, "--nodes goes with --dry-run, and with --for PLAN or --cluster"),
+            (typed["kernels"] and is_elsewhere, "--kernel is tried on a device: leave --dry-run out"),
             (typed["ranks"] and (is_job or is_elsewhere), "--ranks needs ranks that are started here: leave it out"),
             (
                 not is_job and (typed["image"] is not None or is_typed(context, "work")),
@@ -249,7 +260,7 @@ def _submit(context: typer.Context, plan_file: Path, options: ProfileOptions) ->
         for name in ("allowance", "visits", "limit", "mode", "dtypes")
         if is_typed(context, name)
         for word in (f"--{name}", str(params[name]))
-    )
+    ) + tuple(word for kernel in options.kernels for word in ("--kernel", kernel))
     job = ProfileJob(
         plan_file=plan_file,
         template=params["template"],

@@ -44,6 +44,14 @@ COLLECTIVES: tuple[Operation, ...] = (
     *("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv"),
 )
 
+# Operations for which a user may name another kernel than torch's, and the operations that it then serves.
+GIVEN_KERNELS: dict[Operation, tuple[Operation, ...]] = {
+    "gemm": PRODUCTS,
+    "attention": ("attention", "attention_backward"),
+    "norm": ("norm", "norm_backward"),
+    "optimizer": ("optimizer",),
+}
+
 PRODUCT_SIZES = ("m", "n", "k")
 ATTENTION_SIZES = ("batch", "seq_len", "num_heads", "num_kv_heads", "head_dim", "window")
 LATENT_SIZES = ("batch", "seq_len", "num_heads", "qk_head_dim", "v_head_dim")

@@ -7,9 +7,11 @@ run alone, on a graph that is kept.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - its customary name
@@ -57,7 +59,7 @@ def implementation_windowed(operation: Operation, dtype: str, device: torch.devi
 _WIDTHS = {"fp8": 1.0, "mxfp8": 1.0, "fp8_block": 1.0, "nvfp4": 0.5}  # bytes of a number
 
 # The smallest shapes that every way of an operation accepts: low-precision GEMMs have scales for tiles of 128.
-_TINY: dict[Operation, tuple[int, ...]] = {
+TINY: dict[Operation, tuple[int, ...]] = {
     **dict.fromkeys(PRODUCTS, (128, 128, 128)),
     **dict.fromkeys(("attention", "attention_backward"), (1, 128, 4, 2, 64, 0)),
     **dict.fromkeys(("latent_attention", "latent_attention_backward"), (1, 128, 4, 192, 128)),
@@ -81,7 +83,7 @@ def _first_working(
         with suppress(RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError, ImportError):
             build(
                 operation,
-                shape or _TINY[operation],
+                shape or TINY[operation],
                 InputFactory(device=device, dtype=dtype, kernel=kernel),
                 cache_bytes=0,
             )()
@@ -245,16 +247,20 @@ def _cross_entropy(factory: InputFactory, tokens: int, vocab_size: int) -> Run:
 
 
 def _optimizer(factory: InputFactory, num_parameters: int) -> Run:
-    """Adam step over fp32 weights, and the copy in the type that computes."""
+    return optimizer_step(factory, num_parameters, functools.partial(torch.optim.AdamW, fused=True))
+
+
+def optimizer_step(factory: InputFactory, num_parameters: int, make: Callable[..., Any]) -> Run:
+    """Build a step of the optimizer that is made of fp32 weights, and the copy in the type that computes."""
     weights = factory.normal(num_parameters, grad=True, dtype=torch.float32)
     weights.grad = factory.normal(num_parameters, dtype=torch.float32)
-    adam = torch.optim.AdamW([weights], lr=1e-4, fused=True)
+    optimizer = make([weights], lr=1e-4)
     working = factory.zeros(num_parameters)
     if working.dtype == torch.float32:
-        return lambda: adam.step()
+        return lambda: optimizer.step()
 
     def step() -> None:
-        adam.step()
+        optimizer.step()
         with torch.no_grad():
             working.copy_(weights)
 

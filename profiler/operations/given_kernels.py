@@ -1,0 +1,173 @@
+"""Kernels of other libraries, or of a user's own file, that are timed in place of torch's.
+
+They are named MODULE:NAME, or FILE.py:NAME.  What is called, with numbers in the type of the plan:
+
+- `gemm`: a class like `torch.nn.Linear`, made with (inputs, outputs, bias=False); the products of both passes are its.
+- `norm`: a class like `torch.nn.RMSNorm`, made with (hidden size).
+- `attention`: a function of (queries, keys, values, causal=True), each of batch, tokens, heads, width; of several
+  results the first one is the output.
+- `optimizer`: a class like `torch.optim.AdamW`, made with ([weights in fp32], lr=...).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoplan.base.errors import InputError
+from autoplan.base.units import cleaned
+from autoplan.profiler.operations.inputs import DTYPES, InputFactory, Run, StagedRun, in_turns, num_sets
+from autoplan.profiler.operations.kernels import TINY, optimizer_step
+from autoplan.spec.operations import GIVEN_KERNELS, PRODUCTS, Operation
+
+
+@dataclass(frozen=True, slots=True)
+class GivenKernel:
+    """What a user named, with the name under which its records are kept."""
+
+    name: str
+    call: Callable[..., Any]
+
+    def build(self, operation: Operation, shape: tuple[int, ...], factory: InputFactory) -> Run | StagedRun:
+        """Build a call on the next set of inputs."""
+        if operation == "optimizer":
+            return optimizer_step(factory, shape[0], self.call)
+        make = _product if operation in PRODUCTS else _attention if operation.startswith("attention") else _norm
+        first, touched_bytes = make(self.call, operation, shape, factory)
+        count = num_sets(touched_bytes, factory.device)
+        calls = [first, *(make(self.call, operation, shape, factory)[0] for _ in range(count - 1))]
+        if operation in ("gemm", "attention", "norm"):
+            return in_turns([call.forward for call in calls])
+        prepare = in_turns([lambda call=call: (call, call.forward()) for call in calls])  # type: ignore[misc]
+        return StagedRun(prepare=prepare, run=lambda prepared: prepared[0].backward(prepared[1]))
+
+
+def given_kernels(names: Mapping[Operation, str]) -> dict[Operation, GivenKernel]:
+    """Import what was named, by the operations that it serves.
+
+    Raises InputError where something cannot be imported.
+    """
+    found = {operation: _imported(name) for operation, name in names.items()}
+    return {served: kernel for operation, kernel in found.items() for served in GIVEN_KERNELS[operation]}
+
+
+def check_runs(kernels: Mapping[Operation, GivenKernel], dtype: str, device: torch.device) -> None:
+    """Raise InputError for kernels that do not run here in a type."""
+    for operation, kernel in kernels.items():
+        try:
+            if dtype not in DTYPES:
+                raise InputError(f"kernels of your own are timed in {', '.join(DTYPES)}")
+            kernel.build(operation, TINY[operation], InputFactory(device=device, dtype=dtype, kernel=kernel.name))()
+            if device.type != "cpu":
+                torch.cuda.synchronize(device)
+        except Exception as error:
+            words = cleaned(str(error)).strip() or type(error).__name__
+            raise InputError(f"--kernel {kernel.name} does not run {operation} in {dtype} here: {words}") from None
+
+
+def _imported(name: str) -> GivenKernel:
+    place, _, attribute = name.rpartition(":")
+    path = Path(place)
+    try:
+        if path.suffix == ".py":
+            content = path.read_bytes()
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[path.stem] = module  # as an import would
+            spec.loader.exec_module(module)
+            tag = hashlib.sha256(content).hexdigest()[:8]  # a changed file is another kernel
+            place = path.name
+        else:
+            module = importlib.import_module(place)
+            tag = _version(place)
+        call = getattr(module, attribute)
+    except Exception as error:
+        raise InputError(f"--kernel {name}: cannot be imported here: {cleaned(str(error))}") from None
+    if not callable(call):
+        raise InputError(f"--kernel {name}: is no function or class")
+    return GivenKernel(f"{place}:{attribute} {tag}".strip(), call)
+
+
+def _version(module: str) -> str:
+    top = module.partition(".")[0]
+    try:
+        return version(packages_distributions().get(top, [top])[0])
+    except PackageNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """Forward pass on fixed inputs, and the backward pass by some of them."""
+
+    forward: Callable[[], Tensor]
+    wanted: Sequence[Tensor]
+    gradient: Tensor
+    total: Tensor | None = None  # fp32 buffer to which the gradient is added
+
+    def backward(self, output: Tensor) -> None:
+        """Run it."""
+        gradients = torch.autograd.grad(output, self.wanted, self.gradient)
+        if self.total is not None:
+            self.total.add_(gradients[0])
+
+
+def _module(call: Callable[..., Any], factory: InputFactory, *sizes: int, **words: Any) -> nn.Module:
+    module = call(*sizes, **words)
+    if not isinstance(module, nn.Module):
+        raise InputError(f"makes a {type(module).__name__}, not a torch.nn.Module")
+    return module.to(device=factory.device, dtype=factory.torch_dtype)
+
+
+def _product(
+    call: Callable[..., Any], operation: Operation, shape: tuple[int, ...], factory: InputFactory
+) -> tuple[_Graph, int]:
+    m, n, k = shape
+    layer = _module(call, factory, k, n, bias=False)
+    x = factory.normal(m, k, grad=operation != "wgrad")
+    weights = list(layer.parameters())
+    for weight in weights:
+        weight.requires_grad_(operation != "dgrad")
+    total = factory.zeros(n, k, dtype=torch.float32) if operation == "wgrad" else None
+    wanted = weights[:1] if operation == "wgrad" else [x]
+    graph = _Graph(lambda: layer(x), wanted, factory.normal(m, n), total)
+    return graph, factory.torch_dtype.itemsize * (m * n + n * k + m * k)
+
+
+def _norm(
+    call: Callable[..., Any], operation: Operation, shape: tuple[int, ...], factory: InputFactory
+) -> tuple[_Graph, int]:
+    layer = _module(call, factory, shape[1])
+    x = factory.normal(*shape, grad=True)
+    graph = _Graph(lambda: layer(x), [x, *layer.parameters()], factory.normal(*shape))
+    return graph, 2 * factory.torch_dtype.itemsize * shape[0] * shape[1]
+
+
+def _attention(
+    call: Callable[..., Any], operation: Operation, shape: tuple[int, ...], factory: InputFactory
+) -> tuple[_Graph, int]:
+    batch, seq_len, num_heads, num_kv_heads, head_dim, _ = shape
+    q, k, v = (
+        factory.normal(batch, seq_len, heads, head_dim, grad=True) for heads in (num_heads, num_kv_heads, num_kv_heads)
+    )
+
+    def forward() -> Tensor:
+        output = call(q, k, v, causal=True)
+        result = output[0] if isinstance(output, tuple) else output
+        assert isinstance(result, Tensor)
+        return result
+
+    touched_bytes = 2 * factory.torch_dtype.itemsize * (q.numel() + k.numel())
+    return _Graph(forward, [q, k, v], torch.randn_like(q)), touched_bytes
