@@ -117,7 +117,8 @@ def _closest(typed: str, choices: Sequence[str]) -> str:
 
 def plain_of(axis: Axis, values: tuple[Value, ...]) -> Value:
     """Return the value that remains if an axis is forbidden."""
-    return next((value for value in values if value == axis.default), values[0])
+    default = False if axis.kind is Kind.FLAG else axis.default
+    return next((value for value in values if value == default), values[0])
 
 
 def _forbidding(limits: Limits, typed: str) -> Limits:

@@ -89,6 +89,13 @@ def test_gradients_are_added_up_in_a_measured_layer() -> None:
     assert work_s(eager(problem_of(framework=framework), LAYER), single()) == pytest.approx(without)
 
 
+def test_sums_apart_from_products_read_a_gradient_and_read_and_write_its_buffer() -> None:
+    fused, apart = single(), single(gradient_accumulation_fusion=False)
+    ten_bytes = problem_of(framework=PLAIN.changed(bytes_moved_per_accumulated_grad=2.0 + 2 * 4.0))
+    assert work_s(problem_of(), apart) == pytest.approx(work_s(ten_bytes, fused))
+    assert work_s(ten_bytes, apart) == pytest.approx(work_s(ten_bytes, fused))  # no more where they are apart anyway
+
+
 def test_gradients_are_added_up_in_products_of_pipelines_alone() -> None:
     """NeMo 1.11: gradient_accumulation_fusion needs more than one pipeline stage."""
     fused, apart = problem_of(), problem_of(framework=PLAIN.changed(bytes_moved_per_accumulated_grad=6.0))

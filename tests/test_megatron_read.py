@@ -50,6 +50,11 @@ def test_attention_of_local_layers_is_not_fused(options: str, attention: str) ->
     assert matters(launch) == set()
 
 
+def test_gradients_are_added_up_in_products_unless_told_otherwise() -> None:
+    assert read().plan.gradient_accumulation_fusion
+    assert not read("--no-gradient-accumulation-fusion").plan.gradient_accumulation_fusion
+
+
 def test_a_model_of_a_shipped_architecture_is_that_model() -> None:
     assert read().model == load_model("llama3-8b")
     assert read("--num-query-groups 4").model.num_kv_heads == 4

@@ -17,7 +17,7 @@ from autoplan.frameworks.nanotron import rules as nanotron
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.frameworks.registry import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
-from autoplan.spec.axes import AXES, Axis, Kind, Value, words_of
+from autoplan.spec.axes import AXES, Axis, Kind, Value, shown, words_of
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -68,7 +68,7 @@ def options_of_others(book: Rulebook, *but: str) -> tuple[Case, ...]:
     asked = [axis for axis in AXES if axis.offered_by and axis.name not in (*book.extras, *but)]
     values = {axis.name: other_value(axis) for axis in asked}
     return tuple(
-        (DENSE, plan_of(**{name: value}), 4096, f"{name if value is True else f'{name} {value}'} is known of")
+        (DENSE, plan_of(**{name: value}), 4096, f"{name if value is True else f'{name} {shown(value)}'} is known of")
         for name, value in values.items()
     )
 

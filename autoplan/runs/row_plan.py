@@ -104,7 +104,7 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
         dispatcher=_dispatcher(row, problem, recipe, ep, drops=drops),
         ep_overlap=overlaps,
-        **problem.framework.choices | _chosen(row, problem, recipe) | {"token_dropping": drops},
+        **problem.framework.choices | _chosen(row, problem, recipe, sharding) | {"token_dropping": drops},
         cuda_graphs=_graphs(row, problem.model, recipe.overlap_graphs if is_graphed else CudaGraphs.NONE),
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
@@ -138,7 +138,7 @@ def _offload_layers(row: Row, model: ModelSpec) -> OffloadLayers:
     return nearest
 
 
-def _chosen(row: Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
+def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[str, Value]:
     """Return the row's choices, with the framework's defaults for the others."""
     narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
     keeps_dropout = recipe.keeps_gpt_dropout and problem.model.position_embedding == "learned"
@@ -148,6 +148,9 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe) -> dict[str, Value]:
         "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
         "fp8_activation_input": row.option("fp8_activation_input", False),
     }
+    # Megatron-FSDP of recipes (Megatron-Bridge 067f987, perf_recipes/llama/gb200/llama3.py).
+    if problem.framework.rules == "megatron-lm" and sharding in (Sharding.ZERO2, Sharding.ZERO3):
+        chosen["gradient_accumulation_fusion"] = False
     if (named := row.options().get("fp8_recipe", "")) in tuple(Fp8Scaling):
         chosen["fp8_scaling"] = Fp8Scaling(named)
     if named := row.options().get("main_weights", ""):

@@ -60,7 +60,7 @@ _SHARDING_TERMS = {
     Sharding.ZERO1: "distributed optimizer (ZeRO-1)",
     Sharding.ZERO3: "fully sharded (ZeRO-3)",
 }
-_OPTION_WORDS: dict[str, dict[str, str]] = {
+_OPTION_WORDS: dict[str, dict[Any, str]] = {
     "offload_modules": {word: f"inputs of {word} on the CPU" for word in OffloadModules if word.code},
     "offload_layers": {word: f"activations of {word} of the layers on the CPU" for word in OffloadLayers if word.code},
     "cuda_graphs": {
@@ -76,6 +76,7 @@ _OPTION_WORDS: dict[str, dict[str, str]] = {
         Fp8Scaling.DELAYED: "scales of past steps",
         Fp8Scaling.BLOCKWISE: "scales of blocks",
     },
+    "gradient_accumulation_fusion": {False: "unfused accumulation"},
     "cross_entropy_fusion": {word: f"{word} cross entropy" for word in CrossEntropyFusion if word.code},
     "main_weights": {
         MainWeights.REMAINDERS: "main weights as remainders",
@@ -144,6 +145,7 @@ class ParallelPlan:
     dropout: bool = False
     router_fusion: bool = False
     rope_fusion: bool = False
+    gradient_accumulation_fusion: bool = True
     cross_entropy_fusion: CrossEntropyFusion = CrossEntropyFusion.UNFUSED
     main_weights: MainWeights = MainWeights.FP32
     moment_dtype: MomentType = MomentType.FP32
@@ -368,6 +370,7 @@ class PlanBatch(Rows):
     dropout: Bools
     router_fusion: Bools
     rope_fusion: Bools
+    gradient_accumulation_fusion: Bools
     cross_entropy_fusion: Ints
     main_weights: Ints
     moment_dtype: Ints

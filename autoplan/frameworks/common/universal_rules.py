@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
-from autoplan.spec.axes import AXES, Axis, Kind
+from autoplan.spec.axes import AXES, Axis, shown
 from autoplan.spec.enums import MainWeights, MomentType, Offload, Precision, Schedule, Sharding
 from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan import (
@@ -308,11 +308,12 @@ def words_left(book: Rulebook, lacks: Iterable[tuple[str, str]]) -> tuple[Suppor
 
 
 def _option_of_others(axis: Axis, origin: str = "") -> Rule:
-    plain, is_flag = axis.code(axis.default), axis.kind is Kind.FLAG
+    plain = axis.code(axis.default)
     whose = origin or f"of {' and '.join(axis.offered_by)}"
-    return Rule(
-        holds=lambda s, b: getattr(b, axis.name) == plain,
-        text=lambda s, p: (
-            f"{axis.name}{'' if is_flag else f' {getattr(p, axis.name)}'} is known {whose} only: leave it out"
-        ),
-    )
+
+    def text(workload: Workload, plan: ParallelPlan) -> str:
+        value = getattr(plan, axis.name)
+        said = "" if value is True else f" {shown(value)}"
+        return f"{axis.name}{said} is known {whose} only: leave it out"
+
+    return Rule(holds=lambda s, b: getattr(b, axis.name) == plain, text=text)

@@ -270,6 +270,14 @@ def _read_rope(reading: Reading) -> Fields:
     return {"rope_fusion": is_fused}
 
 
+def _write_accumulation(file: PlanFile) -> dict[str, Value]:
+    return {} if file.best.plan.gradient_accumulation_fusion else {"no_gradient_accumulation_fusion": True}
+
+
+def _read_accumulation(reading: Reading) -> Fields:
+    return {"gradient_accumulation_fusion": reading.arguments.flag("gradient_accumulation_fusion", True)}
+
+
 def _write_loss(file: PlanFile) -> dict[str, Value]:
     fusion = file.best.plan.cross_entropy_fusion
     is_fused = fusion != CrossEntropyFusion.UNFUSED
@@ -323,6 +331,7 @@ PLAN: tuple[Line, ...] = (
     (
         Special("cross_entropy_loss_fusion", _write_loss, _read_loss, is_switch=True,
                 companions=valued("cross_entropy_fusion_impl")),
+        Special("gradient_accumulation_fusion", _write_accumulation, _read_accumulation, is_switch=True),
     ),
     *SHARDING,
     (
@@ -386,7 +395,7 @@ UNWRITTEN: Line = (
     Constant("norm_epsilon", names={BRIDGE: "model.layernorm_epsilon"}),
     Constant("use_mcore_models", is_switch=True),
     *(Assumed(key) for key in (  # small effect, or already priced
-        "moe_use_legacy_grouped_gemm", "gradient_accumulation_fusion",
+        "moe_use_legacy_grouped_gemm",
         "masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion", "calculate_per_token_loss",
         "apply_layernorm_1p", "tp_comm_overlap_cfg", "cuda_graph_warmup_steps",
         "openai_gelu",

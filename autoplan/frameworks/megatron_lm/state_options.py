@@ -175,7 +175,6 @@ SHARDING: tuple[Line, ...] = (
     (
         Constant("ckpt_format", lambda file: "fsdp_dtensor" if uses_megatron_fsdp(file.best.plan) else None,
                  names={BRIDGE: "checkpoint."}),
-        Assumed("no_gradient_accumulation_fusion", write=lambda file: uses_megatron_fsdp(file.best.plan)),
     ),
     # So that the model need not fit on one device.
     (Assumed("init_model_with_meta_device", write=lambda file: file.best.plan.sharding == "zero3", is_switch=True),),

@@ -97,6 +97,7 @@ def _plan(settings: dict[str, Value], plan_file: PlanFile) -> dict[str, Value]:
         written[f"{OPTIMIZER}.overlap_param_gather"] = settings[overlap]
     if model.moe is not None:
         written |= {f"{TRANSFORMER}.moe_grouped_gemm": True, f"{TRANSFORMER}.moe_permute_fusion": True}
+    written[f"{TRANSFORMER}.gradient_accumulation_fusion"] = plan.gradient_accumulation_fusion
     written[f"{TRANSFORMER}.apply_rope_fusion"] = model.mla is None or plan.rope_fusion
     if model.num_mtp_layers:
         written |= {"model.mtp.enable": True, "model.mtp.enable_train": True}

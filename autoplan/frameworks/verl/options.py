@@ -56,6 +56,7 @@ DEFAULTS: dict[str, Value] = {
     "moe_grouped_gemm": True,
     "moe_token_dispatcher_type": "alltoall",
     "apply_rope_fusion": True,
+    "gradient_accumulation_fusion": False,  # core/model_parallel_config.py
 }
 DEFAULT_LENGTH = 1024
 # Whether a micro-batch is as many tokens, and how many, in the trainers of SFT and of actors (actor/actor.yaml).

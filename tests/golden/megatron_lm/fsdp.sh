@@ -38,7 +38,7 @@ PLAN=(
     --tensor-model-parallel-size 1
     --pipeline-model-parallel-size 1
     --use-distributed-optimizer --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params
-    --ckpt-format fsdp_dtensor --no-gradient-accumulation-fusion
+    --ckpt-format fsdp_dtensor
     --init-model-with-meta-device
     --num-distributed-optimizer-instances 2
     --overlap-grad-reduce --overlap-param-gather
