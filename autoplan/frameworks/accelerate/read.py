@@ -39,7 +39,8 @@ from autoplan.frameworks.deepspeed import read as deepspeed
 from autoplan.frameworks.fsdp2.options import read_offload
 from autoplan.frameworks.hf_trainer.launch import Program, held_types, known_model, training_of
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS, HELD_KEYS, read_optimizer
-from autoplan.frameworks.hf_trainer.read import program_called
+from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program
+from autoplan.frameworks.hf_trainer.read import name_in, program_called
 from autoplan.frameworks.hf_trainer.script import has_batch, of_script, program_options
 from autoplan.frameworks.llama_factory.read import program_of as llama_factory
 from autoplan.frameworks.megatron_lm.read import Entry, started
@@ -298,9 +299,8 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
     if words is None:
         raise InputError("no command is accelerate launch")
     at = next((at for at, word in enumerate(words) if word.endswith(".py") or word == "$TRAIN_SCRIPT"), len(words))
-    arguments = program_options(words[at + 1 :], context)
+    arguments, name = _of_program(words[at:], context)
     arguments.remarks += script.unread()
-    name = words[at].rpartition("/")[2] if at < len(words) else ""
     if _NO_TRAINING.search(name):
         raise InputError(f"{name} trains no model")
     options, around = _options(words[:at]), _options(before)
@@ -332,6 +332,18 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
     is_llama_factory = arguments.has("finetuning_type")
     program = llama_factory(arguments) if is_llama_factory else program_called(name or "$PROGRAM", arguments)
     return _Started(table=table, arguments=arguments, program=program)
+
+
+def _of_program(words: Sequence[str], context: LaunchContext) -> tuple[Options, str]:
+    """Return (arguments, name) of the program that a command starts; one beside the script may make them itself."""
+    if not words:
+        return program_options((), context), ""
+    arguments = program_options(words[1:], context)
+    beside = None if has_batch(" ".join(words)) else read_beside(words[0], context.folder)
+    if beside is None or not makes_arguments(beside[0]):
+        return arguments, words[0].rpartition("/")[2]
+    of_command = {name: argument.text for name, argument in arguments.arguments.items()}
+    return options_of_program(beside[0], replace(context, variables=(*of_command.items(), *context.variables)))
 
 
 def _launch_at(words: Sequence[str]) -> int | None:
@@ -414,4 +426,4 @@ def _states(table: Options, mesh: Fields) -> Fields:
     return ({"sharding": sharding, "offload": offload} if shards else _unsharded(mesh)) | RECOMPUTE.read(table)
 
 
-READER = Reader(target="accelerate", recognises=recognises, read=read)
+READER = Reader(target="accelerate", recognises=recognises, read=read, name_in=name_in)

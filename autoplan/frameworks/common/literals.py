@@ -78,7 +78,7 @@ class Module:
     def __init__(self, text: str, title: str) -> None:
         if len(text) > MAX_CHARACTERS:
             raise InputError(f"{title}: too large: {len(text):,} characters, at most {MAX_CHARACTERS:,} are read")
-        tree = _parsed(text, title)
+        tree = parsed(text, title)
         self.functions: dict[str, ast.FunctionDef] = {
             item.name: item for item in tree.body if isinstance(item, ast.FunctionDef)
         }
@@ -329,7 +329,7 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _parsed(text: str, title: str) -> ast.Module:
+def parsed(text: str, title: str) -> ast.Module:
     """Return the syntax tree of a program; a whole number too long to be printed is refused."""
     try:
         with warnings.catch_warnings():

@@ -96,6 +96,7 @@ class Unknown:
 
     text: str
     is_name: bool = False  # a dotted name that the file imports, such as a member of an enumeration
+    remedy: str = "write its value"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +165,7 @@ class Options:
             if "$" in written or "`" in written:
                 remedy = f"pass --set {names[0]}=VALUE" if names else "write its value"
                 raise InputError(f"{self.name(key)} is {written}, which is only known in a running shell: {remedy}")
-            raise InputError(f"{self.name(key)} = {written} cannot be read: write its value")
+            raise InputError(f"{self.name(key)} = {written} cannot be read: {value.remedy}")
         return value
 
     def inside(self, key: str) -> Options:

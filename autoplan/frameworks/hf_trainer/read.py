@@ -1,8 +1,9 @@
-"""Reader of launches of the Trainer of transformers: scripts with its arguments, YAML or JSON of TRL's programs."""
+"""Reader of launches of the Trainer of transformers: scripts and programs with its arguments, YAML or JSON of TRL's."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
@@ -10,6 +11,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import HELD_KEYS, holds_bf16, is_on, plain_values
+from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.readers.preference import OF_PREFERENCES, of_trl_program
@@ -42,7 +44,9 @@ _OTHER_STARTERS = re.compile(
 
 
 def recognises(name: str, text: str) -> bool:
-    """Return whether a file is a script or a table with Trainer arguments that belongs to no other target."""
+    """Return whether a script, program or table has Trainer arguments and belongs to no other target."""
+    if name.endswith((".py", ".ipynb")):
+        return makes_arguments(text)
     if name.endswith((".yaml", ".yml")):
         return re.search(r"^per_device_train_batch_size\s*:", text, re.MULTILINE) is not None and not _OTHERS.search(
             text
@@ -52,10 +56,18 @@ def recognises(name: str, text: str) -> bool:
     return not name.endswith(SCRIPTS) and has_batch(text) and not _OTHER_STARTERS.search(text)
 
 
+def name_in(option: str, in_file: Mapping[str, str]) -> str:
+    """Return the name of an option of the command line in a program or a table, where it has no dashes."""
+    is_of_command = any(name.startswith("--") for name in in_file)
+    return option if is_of_command else option.removeprefix("--")
+
+
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch of a script or a table of arguments."""
+    """Return the launch of a script, a Python program or a table of arguments."""
     devices = None
-    if has_batch(text):
+    if makes_arguments(text):
+        options, name = options_of_program(text, context)
+    elif has_batch(text):
         options, name, devices = of_script(text, context)
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
@@ -147,4 +159,4 @@ def _batching(options: Options, length_key: str) -> Batching:
     return "unpadded" if is_on(options, "padding_free") else "padded"
 
 
-READER = Reader(target="hf-trainer", recognises=recognises, read=read)
+READER = Reader(target="hf-trainer", recognises=recognises, read=read, name_in=name_in)

@@ -1,0 +1,223 @@
+"""Are Python programs that make the Trainer's arguments themselves read as they run?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+import autoplan
+from autoplan.base.errors import InputError
+from autoplan.frameworks.common.launch import Launch, LaunchContext
+from autoplan.frameworks.hf_trainer.read import read, recognises
+from damage import damaged
+from read_back import matters
+
+QLORA = """
+import torch
+from datasets import load_dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
+from trl import SFTConfig, SFTTrainer
+
+MODEL = "mistralai/Mistral-7B-v0.3"
+BATCH = 4
+
+def main():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        MODEL, quantization_config=quantised, torch_dtype=torch.bfloat16, attn_implementation="flash_attention_2"
+    )
+    adapters = LoraConfig(r=32, lora_alpha=64, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    args = SFTConfig(
+        output_dir="out", per_device_train_batch_size=BATCH, gradient_accumulation_steps=2 * BATCH,
+        gradient_checkpointing=True, bf16=True, max_length=2048, packing=True, optim="paged_adamw_8bit",
+    )
+    trainer = SFTTrainer(model=model, args=args, train_dataset=load_dataset("x"), peft_config=adapters)
+    trainer.train()
+
+main()
+"""
+PLAIN = """
+import argparse, os
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from peft import get_peft_model, prepare_model_for_kbit_training, LoraConfig
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model-name", default="meta-llama/Llama-3.2-1B")
+parser.add_argument("--batch_size", type=int, default=2)
+parser.add_argument("--packed", action="store_true")
+args = parser.parse_args()
+model = AutoModelForCausalLM.from_pretrained(args.model_name, torch_dtype="auto"{load})
+{adapt}
+settings = TrainingArguments(
+    output_dir="out",
+    per_device_train_batch_size=args.batch_size,
+    gradient_accumulation_steps=int(os.environ.get("STEPS", "8")),
+    bf16=torch.cuda.is_bf16_supported(),
+    fp16=not torch.cuda.is_bf16_supported(),
+    {more}
+)
+Trainer(model=model, args=settings, train_dataset=None).train()
+"""
+
+
+def plain(load: str = "", adapt: str = "", more: str = "") -> str:
+    return PLAIN.format(load=load, adapt=adapt, more=more)
+
+
+def of(text: str, devices: int = 8, seq_len: int | None = 1024, **variables: str) -> Launch:
+    assert recognises("train.py", text)
+    return read(text, LaunchContext(num_devices=devices, seq_len=seq_len, variables=tuple(variables.items())))
+
+
+def test_a_program_of_trl_is_its_arguments_model_adapters_and_quantisation() -> None:
+    launch = of(QLORA, seq_len=None)
+    assert (launch.target, launch.framework, launch.model.name) == ("hf-trainer", "transformers", "mistral-7b-v0.3")
+    plan, training = launch.plan, launch.training
+    assert (plan.dp, plan.micro_batch, plan.num_microbatches, plan.recompute) == (8, 4, 8, "full")
+    assert (training.seq_len, training.precision, training.batching) == (2048, "bf16", "packed")
+    assert training.optimizer == "adam8bit"
+    tuning = training.finetuning
+    assert tuning is not None
+    assert (tuning.rank, tuning.alpha, tuning.dropout) == (32, 64, 0.0)  # PEFT's default is no dropout
+    assert (tuning.targets, tuning.quantization) == (("q_proj", "v_proj"), "nf4-dq")
+    assert matters(launch) == {"fsdp"}  # a config of accelerate launch may shard what is read as copies
+    assert dict(launch.options)["per_device_train_batch_size"] == "4"
+
+
+def test_defaults_of_arguments_and_environment_hold_unless_they_are_stated() -> None:
+    plan = of(plain()).plan
+    assert (plan.micro_batch, plan.num_microbatches, plan.recompute, plan.precision) == (2, 8, "none", "bf16")
+    stated = of(plain(), batch_size="4", STEPS="2", model_name="Qwen/Qwen2.5-0.5B")
+    assert (stated.plan.micro_batch, stated.plan.num_microbatches) == (4, 2)
+    assert stated.model.name == "qwen2.5-0.5b"
+    unknown = QLORA.replace("BATCH = 4", "BATCH = read('x')").replace('["q_proj", "v_proj"]', "find(model)")
+    tuned = of(unknown, BATCH="2", lora_target_modules="k_proj,o_proj")
+    assert (tuned.plan.micro_batch, tuned.plan.num_microbatches) == (2, 4)
+    assert tuned.training.finetuning is not None
+    assert tuned.training.finetuning.targets == ("k_proj", "o_proj")
+
+
+def test_a_dataclass_of_arguments_has_its_defaults() -> None:
+    fields = "@dataclass\nclass Mine:\n    batch_size: int = field(default=4)\n    bf16: bool = True\n"
+    text = fields + plain().replace("torch.cuda.is_bf16_supported()", "args.bf16").replace("default=2", "required=True")
+    plan = of(text).plan
+    assert (plan.micro_batch, plan.precision) == (4, "bf16")
+
+
+def test_the_code_of_a_notebook_is_read() -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# SFTConfig( of a model"]},
+        {"cell_type": "code", "source": ["!pip install trl\n", "%load_ext autoreload\n"]},
+        {"cell_type": "code", "source": QLORA},
+    ]
+    text = json.dumps({"cells": cells, "nbformat": 4})
+    assert recognises("train.ipynb", text)
+    context = LaunchContext(num_devices=8)
+    assert read(text, context).plan == read(QLORA, context).plan
+
+
+@pytest.mark.parametrize(
+    ("adapt", "recompute"),
+    [
+        ("model = prepare_model_for_kbit_training(model)", "full"),
+        ("model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)", "none"),
+        ("model.gradient_checkpointing_enable()", "full"),
+    ],
+)
+def test_recomputation_is_turned_on_beside_the_arguments_too(adapt: str, recompute: str) -> None:
+    adapters = "model = get_peft_model(model, LoraConfig(r=8, target_modules='all-linear'))"
+    launch = of(plain(load=", load_in_8bit=True", adapt=f"{adapt}\n{adapters}"))
+    assert launch.plan.recompute == recompute
+    tuning = launch.training.finetuning
+    assert tuning is not None
+    assert (tuning.rank, tuning.targets, tuning.quantization) == (8, ("all-linear",), "int8")
+
+
+def test_tables_with_two_stars_and_attributes_set_later_are_read() -> None:
+    loads = '**dict(dtype=torch.bfloat16, attn_implementation="eager")'
+    text = plain(load=f", {loads}").replace("Trainer(model", "settings.per_device_train_batch_size = 16\nTrainer(model")
+    launch = of(text)
+    assert (launch.training.attention, launch.plan.main_weights, launch.plan.micro_batch) == ("unfused", "bf16", 16)
+    listed = matters(of(plain(load=", **of_a_file()", more="**others()")))
+    assert {"from_pretrained", "**"} <= listed
+
+
+def test_sharding_of_the_arguments_is_read() -> None:
+    launch = of(plain(more='fsdp="full_shard auto_wrap", fsdp_config={"version": 2, "activation_checkpointing": True}'))
+    assert (launch.plan.sharding, launch.plan.recompute) == ("zero3", "full")
+
+
+def test_a_script_of_accelerate_is_read_with_the_program_that_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(plain())
+    script = tmp_path / "run.sh"
+    script.write_text("accelerate launch --multi_gpu --num_processes 4 train.py --batch_size 16\n")
+    launch = autoplan.read(script, seq_len=1024).launch
+    assert (launch.target, launch.plan.dp, launch.plan.micro_batch) == ("accelerate", 4, 16)
+    assert launch.plan.global_batch == 4 * 16 * 8
+
+
+def test_changes_are_named_as_in_the_program(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(QLORA)
+    place: dict[str, Any] = {"cluster": "a100-sxm:1x1", "fix": {"micro_batch": 8, "recompute": "full"}}
+    today = autoplan.search(launch_file=tmp_path / "train.py", **place).file.today
+    assert today is not None
+    changed = {option.option: (option.before, option.after) for option in today.options}
+    assert changed == {"per_device_train_batch_size": ("4", "8"), "gradient_accumulation_steps": ("8", "4")}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (
+            QLORA.replace("SFTConfig(", "GRPOConfig(").replace("SFTTrainer(", "GRPOTrainer("),
+            "only training on the next",
+        ),
+        (QLORA.replace("LoraConfig", "VeraConfig"), "adapters of VeraConfig are not priced"),
+        (QLORA.replace("BitsAndBytesConfig(", "GPTQConfig("), "quantised with GPTQConfig are not priced"),
+        (QLORA + "\nother = SFTConfig(per_device_train_batch_size=1)\n", "the file 2 times .SFTConfig, SFTConfig"),
+        (
+            QLORA.replace("BATCH = 4", "for BATCH in (1, 2):\n    pass"),
+            r"per_device_train_batch_size is \$BATCH.*--set",
+        ),
+        (
+            QLORA.replace("BATCH = 4", "BATCH = 4\nif MODEL:\n    BATCH = 8"),
+            "per_device_train_batch_size = BATCH cannot",
+        ),
+        (
+            QLORA.replace('["q_proj", "v_proj"]', "find(model)"),
+            r"lora_target_modules = find\(\) cannot be read: pass --set",
+        ),
+        (QLORA.replace("BATCH = 4", "BATCH = read('x')"), r"per_device_train_batch_size = read.* cannot be read"),
+        (QLORA.replace('"mistralai/Mistral-7B-v0.3"', '"someone/model"'), "'someone/model' is not built in"),
+    ],
+    ids=lambda value: value if len(value) < 60 else "",
+)
+def test_what_cannot_be_read_is_refused_in_one_line(text: str, says: str) -> None:
+    with pytest.raises(InputError, match=says) as error:
+        of(text)
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_read_in_part_is_listed() -> None:
+    launch = of(
+        QLORA.replace("import torch\n", "import torch, unsloth\n").replace("r=32", "r=32, rank_pattern={'q': 4}")
+    )
+    assert {"unsloth", "rank_pattern"} <= matters(launch)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=damaged([QLORA, plain()]))
+def test_a_damaged_program_is_read_or_refused(text: str) -> None:
+    with contextlib.suppress(InputError):
+        assert read(text, LaunchContext(num_devices=8, seq_len=1024)).plan.num_devices == 8
