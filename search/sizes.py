@@ -19,7 +19,7 @@ from autoplan.search.bounds import group_bounds
 from autoplan.search.excluded_options import with_excluded_options
 from autoplan.search.findings import RISKY
 from autoplan.search.frontier import limit_bytes
-from autoplan.search.objectives import Objective, Run, costs_of, figures, least_figures, measures_of
+from autoplan.search.objectives import Measure, Objective, Run, costs_of, figures, least_figures, measures_of
 from autoplan.search.placement import place_best
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
@@ -87,22 +87,9 @@ def search_sizes(
         if why := _ruled_out(size, front, objectives, run):
             outcomes.append(SizeOutcome(num_nodes=size.num_nodes, best=None, least=size.least, why=why))
         else:
-            is_time_alone = measures == ("time",)
-            result = search(size.problem, size.space, measures=measures, shared=_of_size(shared, size))
-            if is_time_alone:
-                result = place_best(size.problem, result)
-            if result.ranked:
-                _, result = with_excluded_options(size.problem, size.space, result, barred, measures=measures)
-            results[size.num_nodes] = result
-            plans = result.ranked[:1] if is_time_alone else result.ranked
-            run_plans = [
-                RunPlan(
-                    num_nodes=size.num_nodes,
-                    plan=with_input(size.problem, plan),
-                    figures=figures(size.problem, run, plan),
-                )
-                for plan in plans
-            ]
+            results[size.num_nodes] = result = _searched(size, measures, barred, shared)
+            plans = result.ranked[:1] if measures == ("time",) else result.ranked
+            run_plans = [_run_plan(size, run, plan) for plan in plans]
             outcomes.append(_outcome(size, run_plans, objectives, run))
             front = _front([*front, *(plan for plan in run_plans if run.admits(plan.figures))], objectives)
         if progress:
@@ -124,6 +111,24 @@ def search_sizes(
         plans=result.rivals if measures == ("time",) else (best.plan,),
         certificate=result.certificate,
         report=report,
+    )
+
+
+def _searched(
+    size: _Size, measures: tuple[Measure, ...], barred: Collection[str], shared: Shared | None
+) -> SearchResult:
+    """Search one size, and try the options that its space excludes."""
+    result = search(size.problem, size.space, measures=measures, shared=_of_size(shared, size))
+    if measures == ("time",):
+        result = place_best(size.problem, result)
+    if result.ranked:
+        _, result = with_excluded_options(size.problem, size.space, result, barred, measures=measures)
+    return result
+
+
+def _run_plan(size: _Size, run: Run, plan: RankedPlan) -> RunPlan:
+    return RunPlan(
+        num_nodes=size.num_nodes, plan=with_input(size.problem, plan), figures=figures(size.problem, run, plan)
     )
 
 

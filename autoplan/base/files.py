@@ -14,7 +14,7 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -70,23 +70,32 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise InputError(f"key {next(key for key in keys if keys.count(key) > 1)!r} is given twice")
+        raise InputError(f"key {next(key for key in keys if keys.count(key) > 1)[:60]!r} is given twice")
     return table
+
+
+def parse_json(text: str, title: object) -> Any:
+    """Return the value in `text`; a key that a table has twice is an error, and a syntax error names its place."""
+    return _parsed(partial(json.loads, object_pairs_hook=_once), text, title)
+
+
+def _parsed(parse: Callable[[str], Any], text: str, title: object) -> Any:
+    try:
+        return parse(text)
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{title}: not valid TOML: {error}") from None
+    except json.JSONDecodeError as error:
+        raise InputError(f"{title}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
+    except RecursionError:
+        raise InputError(f"{title}: nested too deeply") from None
+    except ValueError as error:  # an integer too long to convert
+        raise InputError(f"{title}: {' '.join(str(error).split())[:200]}") from None
 
 
 def read_table(path: Path) -> dict[str, Any]:
     """Return the table in a TOML or JSON file; a syntax error contains the line and column."""
     text = read_text(path).removeprefix("\ufeff")  # the byte order mark that Windows editors write
-    try:
-        table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text, object_pairs_hook=_once)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{path}: not valid TOML: {error}") from None
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
-    except RecursionError:
-        raise InputError(f"{path}: nested too deeply") from None
-    except ValueError as error:  # an integer too long to convert
-        raise InputError(f"{path}: {str(error).splitlines()[0]}") from None
+    table = _parsed(tomllib.loads, text, path) if path.suffix == ".toml" else parse_json(text, path)
     if not isinstance(table, dict):
         raise InputError(f"{path}: must contain one table (object), not a {type(table).__name__}")
     if _SURROGATE.search(text):  # JSON may contain half a surrogate pair, which cannot be encoded again

@@ -5,7 +5,6 @@ They are a nested table (JSON, YAML, TOML, Python), or command-line words by arg
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import reprlib
@@ -13,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from autoplan.base import files
 from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
 from autoplan.frameworks.common.launch import Unread
@@ -27,15 +27,7 @@ NOT_KNOWN, COSTS_NOTHING = "not known here", "does not affect the time or memory
 
 def parse_json(text: str, title: str) -> dict[str, Any]:
     """Parse the table in `text`; a duplicate key is an error, as in DeepSpeed."""
-    try:
-        table = json.loads(text, object_pairs_hook=_once)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{title}: not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})") from None
-    except RecursionError:
-        raise InputError(f"{title}: nested too deeply") from None
-    except ValueError as error:  # an integer too long to convert
-        raise InputError(f"{title}: {_one_line(error)}") from None
-    return _table(table, title)
+    return _table(files.parse_json(text, title), title)
 
 
 def parse_yaml(text: str, title: str) -> dict[str, Any]:
@@ -50,14 +42,6 @@ def parse_yaml(text: str, title: str) -> dict[str, Any]:
         raise InputError(f"{title}: nested too deeply") from None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # such as the date 2026-99-99
         raise InputError(f"{title}: not valid YAML: {_one_line(error)}") from None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise InputError(f"key {show(next(key for key in keys if keys.count(key) > 1))} is given twice")
-    return table
 
 
 def _table(value: Any, title: str) -> dict[str, Any]:
