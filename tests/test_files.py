@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import MAX_BYTES, check_target, decode, read_table, read_text, schema, write_folder, write_text
+from autoplan.base.files import MAX_BYTES, check_target, decode, read_table, read_text, write_folder, write_text
+from autoplan.base.json_schema import schema
 from autoplan.base.units import FILE_UNITS
 from autoplan.frameworks.presets import framework_schema
 from autoplan.frameworks.registry import facts_files

@@ -213,17 +213,13 @@ def to_fields(
     if check_table is not None:
         check_table(table)
     for key, value in table.items():
-        name = key
-        if name not in hints:
-            for field in hints:
-                units = {field[: -len(inside)] + human: factor for human, inside, factor in file_units(field)}
-                if key in units:
-                    name, value = field, _scaled(value, units[key])
-                    written[f"{path}.{field}"] = (key, units[key])
-                    break
-            else:
-                unknown.append(key)
-                continue
+        name, factor = _field_of(key, hints)
+        if name is None:
+            unknown.append(key)
+            continue
+        if factor is not None:
+            value = _scaled(value, factor)
+            written[f"{path}.{name}"] = (key, factor)
         if name in fields:
             raise InputError(f"{key!r} at {path} is given twice, in different units")
         if isinstance(value, float) and not math.isfinite(value):
@@ -237,18 +233,32 @@ def to_fields(
                 for at, part in enumerate(value)
             ]
         fields[name] = value
-    needed = _required(kind) if needed is None else needed
-    missing = [file_keys(name)[0] for name in needed if name not in fields]
-    faults = []
+    missing = [name for name in (_required(kind) if needed is None else needed) if name not in fields]
+    if unknown or missing:
+        raise InputError(_key_faults(unknown, missing, hints, path))
+    return fields
+
+
+def _field_of(key: str, hints: Collection[str]) -> tuple[str | None, float | None]:
+    """Return (the field that a key gives, None for an unknown key; the factor of its unit, None if that is SI)."""
+    if key in hints:
+        return key, None
+    for field in hints:
+        for human, inside, factor in file_units(field):
+            if key == field[: -len(inside)] + human:
+                return field, factor
+    return None, None
+
+
+def _key_faults(unknown: Sequence[str], missing: Sequence[str], hints: Collection[str], path: str) -> str:
+    """Describe unknown and missing keys."""
+    keys, faults = sorted(file_keys(hint)[0] for hint in hints), []
     if unknown:
-        keys = sorted(file_keys(hint)[0] for hint in hints)
         faults.append(f"unknown key{'s' * (len(unknown) > 1)} {listed(_with_close_key(key, keys) for key in unknown)}")
     if missing:
-        faults.append(f"missing {', '.join(missing)}")
-    if faults:
-        known = f"; known: {', '.join(keys)}" if unknown else ""
-        raise InputError(f"{' and '.join(faults)} at {path}{known}")
-    return fields
+        faults.append(f"missing {', '.join(file_keys(name)[0] for name in missing)}")
+    known = f"; known: {', '.join(keys)}" if unknown else ""
+    return f"{' and '.join(faults)} at {path}{known}"
 
 
 def _with_close_key(key: str, keys: Sequence[str]) -> str:
@@ -276,45 +286,6 @@ def encode_line(value: object) -> str:
     import msgspec
 
     return msgspec.json.encode(value).decode() + "\n"
-
-
-def schema(kind: type, *, human_units: bool) -> dict[str, Any]:
-    """Return the JSON Schema of the file for `decode(kind, ...)`; with `human_units` also with keys in human units."""
-    import msgspec
-
-    result: dict[str, Any] = msgspec.json.schema(kind)
-    for definition in result.get("$defs", {}).values():
-        if "properties" not in definition:
-            continue
-        definition["additionalProperties"] = False
-        if human_units:
-            _offer_human_keys(definition)
-    return result
-
-
-def _unscaled(value: Any, factor: float) -> Any:
-    """Return a default in the unit of a key, without rounding noise: 14 us, not 13.999999999999998."""
-    return value if value is None else float(f"{value / factor:.12g}")
-
-
-def _offer_human_keys(definition: dict[str, Any]) -> None:
-    """Add keys in human units in addition to SI; a required quantity needs one of them."""
-    properties: dict[str, Any] = {}
-    required, alternatives = [], []
-    for field, described in definition["properties"].items():
-        keys = file_keys(field)
-        for human, inside, factor in file_units(field):
-            scaled = {"default": _unscaled(described["default"], factor)} if "default" in described else {}
-            properties[field[: -len(inside)] + human] = {**described, **scaled}
-        properties[field] = described
-        if field in definition.get("required", []):
-            if len(keys) == 1:
-                required.append(field)
-            else:
-                alternatives.append({"oneOf": [{"required": [key]} for key in keys]})
-    definition["properties"], definition["required"] = properties, required
-    if alternatives:
-        definition["allOf"] = alternatives
 
 
 @contextmanager

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, read_table, schema
+from autoplan.base.files import decode, read_table
+from autoplan.base.json_schema import schema
 from autoplan.base.names import suggestion
 from autoplan.frameworks.registry import BOOKS, TARGETS, check_rules, facts_files, names_of, versions_of
 from autoplan.spec.framework import GROUPS, Framework

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, read_table, schema, shipped
+from autoplan.base.files import decode, read_table, shipped
+from autoplan.base.json_schema import schema
 from autoplan.base.units import check_name, check_positive
 from autoplan.jobs.job import Cause
 from autoplan.launch.names import LAUNCHERS

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, is_file, read_table, schema, shipped
+from autoplan.base.files import decode, is_file, read_table, shipped
 from autoplan.base.hostlist import expand_hosts
+from autoplan.base.json_schema import schema
 from autoplan.base.names import suggestion
 from autoplan.readers.device import based_on, device_schema, device_table, preset_devices
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, LinkLevel

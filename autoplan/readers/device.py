@@ -13,7 +13,8 @@ from typing import Any
 
 from autoplan.base.curves import AttentionCurve, GemmCurve
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, read_table, schema, shipped, to_fields
+from autoplan.base.files import decode, read_table, shipped, to_fields
+from autoplan.base.json_schema import schema
 from autoplan.base.names import suggestion
 from autoplan.base.units import file_keys
 from autoplan.topology.cluster import DeviceSpec

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, is_file, read_table, schema
+from autoplan.base.files import decode, is_file, read_table
+from autoplan.base.json_schema import schema
 from autoplan.readers.cluster import cluster_from_table, cluster_schema, load_cluster
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster, joined
