@@ -52,7 +52,7 @@ def schema(kind: str) -> dict[str, Any]:
 
 def _files() -> Mapping[str, Callable[[], dict[str, Any]]]:
     """Return the schemas of files.  All are in human units but plan.json, which autoplan writes, in SI."""
-    from autoplan.base import files
+    from autoplan.base.json_schema import schema as schema_of
     from autoplan.frameworks.presets import framework_schema
     from autoplan.jobs.template import job_template_schema
     from autoplan.readers.cluster import cluster_schema
@@ -62,13 +62,13 @@ def _files() -> Mapping[str, Callable[[], dict[str, Any]]]:
     from autoplan.spec.training import TrainingSpec
 
     return {
-        "model": lambda: files.schema(ModelSpec, human_units=True),
+        "model": lambda: schema_of(ModelSpec, human_units=True),
         "cluster": cluster_schema,
         "mixed-cluster": mixed_schema,
         "framework": framework_schema,
-        "training": lambda: files.schema(TrainingSpec, human_units=True),
-        "plan": lambda: files.schema(PlanFile, human_units=False),
-        "mixed-plan": lambda: files.schema(MixedPlanFile, human_units=False),
+        "training": lambda: schema_of(TrainingSpec, human_units=True),
+        "plan": lambda: schema_of(PlanFile, human_units=False),
+        "mixed-plan": lambda: schema_of(MixedPlanFile, human_units=False),
         "job-template": job_template_schema,
     }
 
@@ -122,9 +122,9 @@ def _printed(kind: str) -> dict[str, Any]:
 
 def _any_of(kinds: Sequence[Any]) -> dict[str, Any]:
     """Return the schema of a value of one of some types; msgspec itself takes no union of two dataclasses."""
-    from autoplan.base import files
+    from autoplan.base.json_schema import schema as schema_of
 
-    parts = [files.schema(kind, human_units=False) for kind in kinds]
+    parts = [schema_of(kind, human_units=False) for kind in kinds]
     definitions = {name: body for part in parts for name, body in part.pop("$defs", {}).items()}
     return {**(parts[0] if len(parts) == 1 else {"anyOf": parts}), "$defs": definitions}
 
