@@ -496,7 +496,7 @@ def test_what_the_program_is_told_is_not_asked_for(tmp_path: Path) -> None:
     assert launch.model.name == "qwen2.5-7b"
     assert (launch.training.seq_len, launch.training.optimizer, launch.training.batching) == (
         4096,
-        "adam8bit",
+        "adam8bit-bnb",
         "packed",
     )
     assert launch.training.finetuning is not None

@@ -76,7 +76,7 @@ def test_adapters_optimizer_and_length_are_read() -> None:
     tuning = launch.training.finetuning
     assert tuning is not None
     assert (tuning.rank, tuning.targets, tuning.quantization) == (64, ("all-linear",), "nf4-dq")
-    assert (launch.training.optimizer, launch.training.seq_len) == ("adam8bit", 2048)
+    assert (launch.training.optimizer, launch.training.seq_len) == ("adam8bit-bnb", 2048)
     assert launch.plan.sharding == "none"
     assert of(optimizer="muon").training.optimizer == "muon"
     assert of(fp16=True).training.precision == "fp16"

@@ -356,7 +356,7 @@ def test_methods_are_read_with_their_settings() -> None:
 
 @pytest.mark.parametrize(
     ("line", "optimizer"),
-    [("optim: adamw_bnb_8bit", "adam8bit"), ("optimizer: adafactor", "adafactor"), ("seed: 1", "adam")],
+    [("optim: adamw_bnb_8bit", "adam8bit-bnb"), ("optimizer: adafactor", "adafactor"), ("seed: 1", "adam")],
 )
 def test_the_optimizer_of_a_yaml_is_priced_unless_another_is_said(tmp_path: Path, line: str, optimizer: str) -> None:
     (tmp_path / "x.yaml").write_text(f"model_name_or_path: x\nuse_peft: true\n{line}\n")
@@ -564,7 +564,9 @@ def test_tensor_parallelism_does_not_cut_quantised_weights() -> None:
         autoplan.search("llama3-8b", fix={"tp": 2}, quantize="nf4", **given)
 
 
-@pytest.mark.parametrize(("word", "optimizer"), [("adamw", "adam"), ("paged_adamw_8bit", "adam8bit"), ("muon", "muon")])
+@pytest.mark.parametrize(
+    ("word", "optimizer"), [("adamw", "adam"), ("paged_adamw_8bit", "adam8bit-bnb"), ("muon", "muon")]
+)
 def test_optimizers_have_the_names_of_others_too(word: str, optimizer: str) -> None:
     problem = make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=4096, optimizer=word)
     assert problem.training.optimizer == optimizer

@@ -121,7 +121,13 @@ def test_options_that_are_not_known_are_listed_and_harmless_ones_do_not_matter()
 
 @pytest.mark.parametrize(
     ("word", "optimizer"),
-    [("adamw_bnb_8bit", "adam8bit"), ("adamw_torch_4bit", "adam4bit"), ("adafactor", "adafactor"), ("sgd", "sgd")],
+    [
+        ("adamw_bnb_8bit", "adam8bit-bnb"),
+        ("adamw_torch_8bit", "adam8bit"),
+        ("adamw_torch_4bit", "adam4bit"),
+        ("adafactor", "adafactor"),
+        ("sgd", "sgd"),
+    ],
 )
 def test_the_optimizer_is_read(word: str, optimizer: str) -> None:
     assert of(f"--fsdp --optim {word}").training.optimizer == optimizer

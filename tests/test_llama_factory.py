@@ -72,7 +72,7 @@ def test_full_training_quantisation_optimizer_and_sharding() -> None:
     quantised = of(more="quantization_bit: 4\n").training.finetuning
     assert quantised is not None
     assert quantised.quantization == "nf4-dq"
-    assert of(more="optim: paged_adamw_8bit\n").training.optimizer == "adam8bit"
+    assert of(more="optim: paged_adamw_8bit\n").training.optimizer == "adam8bit-bnb"
     assert of(more="use_muon: true\n").training.optimizer == "muon"
     assert of(more="fsdp: [full_shard, auto_wrap]\n").plan.sharding == "zero3"
 

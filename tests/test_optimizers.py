@@ -71,7 +71,14 @@ def test_states_of_a_model_follow_from_the_optimizer() -> None:
     # Main weights of 4 bytes and the moments, over 8 ranks; with Muon the ends have Adam's.
     ends = 2 * 1024 * 512 + 512
     parameters = 2 * (WEIGHTS + 2 * 512) + ends
-    per_parameter = {"adam": 12.0, "adam8bit": 6.03125, "adam4bit": 5.0625, "lion": 8.0, "sgd": 8.0}
+    per_parameter = {
+        "adam": 12.0,
+        "adam8bit": 6.03125,
+        "adam8bit-bnb": 6.03125,
+        "adam4bit": 5.0625,
+        "lion": 8.0,
+        "sgd": 8.0,
+    }
     for name, expected in per_parameter.items():
         assert _state_bytes(name) == pytest.approx(expected * parameters / 8), name
     assert _state_bytes("muon") == pytest.approx((8.0 * parameters + 4.0 * ends) / 8)

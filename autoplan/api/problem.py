@@ -76,7 +76,7 @@ class ProblemOptions(TypedDict, total=False):
     batching: str | None  # how samples become sequences: packed, joined, padded, full or unpadded
     loss: str | None  # over pairs of answers, instead of the next token: dpo or reward
     reference: str | None  # of dpo: copy, base (the model without its adapters) or none (worked out before)
-    optimizer: str  # adam, adam8bit, adam4bit, adafactor, lion, sgd or muon
+    optimizer: str  # adam, adam8bit, adam8bit-bnb, adam4bit, adafactor, lion, sgd or muon
     # In a sample, of a model with an encoder of images; where samples differ: "1:1,8:1" (images:samples).
     images: int | str | ImageCounts | None
     encoder_ranks: str | None  # ranks of its own for the encoder of images: "tp=2,dp=4"; of a search also "auto"

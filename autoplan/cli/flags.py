@@ -99,7 +99,7 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         _shared(
             "optimizer",
             "NAME",
-            "adam, adam8bit (bitsandbytes, torchao), adam4bit (torchao), adafactor, lion, sgd (with momentum) or muon.",
+            "adam, adam8bit, adam4bit (torchao), adam8bit-bnb (bitsandbytes), adafactor, lion, sgd or muon.",
             "adam",
             choices=OPTIMIZERS,
         ),

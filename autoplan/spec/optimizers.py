@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-OptimizerName = Literal["adam", "adam8bit", "adam4bit", "adafactor", "lion", "sgd", "muon"]
+OptimizerName = Literal["adam", "adam8bit", "adam8bit-bnb", "adam4bit", "adafactor", "lion", "sgd", "muon"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 
 ADAM_MOMENT_BYTES = 8.0  # two of fp32
+EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +29,10 @@ class Optimizer:
 
 TRAITS: Mapping[OptimizerName, Optimizer] = {
     "adam": Optimizer(title="Adam", moment_bytes=ADAM_MOMENT_BYTES),
-    # Moments of 8 bits with an fp32 scale for every 256 (bitsandbytes 0.45 optim/optimizer.py, Optimizer2State; torchao
-    # 0.7 optim/subclass_8bit.py), or of 4 bits with one for every 128 (torchao optim/subclass_4bit.py).
-    "adam8bit": Optimizer(title="Adam with 8-bit moments", moment_bytes=2 * (1 + 4 / 256)),
+    # Moments of 8 bits with an fp32 scale for every 256 (torchao 0.7 optim/subclass_8bit.py; bitsandbytes 0.45
+    # optim/optimizer.py, Optimizer2State), or of 4 bits with one for every 128 (torchao optim/subclass_4bit.py).
+    "adam8bit": Optimizer(title="Adam with 8-bit moments", moment_bytes=EIGHT_BIT_MOMENTS),
+    "adam8bit-bnb": Optimizer(title="Adam of bitsandbytes with 8-bit moments", moment_bytes=EIGHT_BIT_MOMENTS),
     "adam4bit": Optimizer(title="Adam with 4-bit moments", moment_bytes=2 * (0.5 + 4 / 128)),
     # Means over rows and over columns instead of second moments, no first ones (arXiv:1804.04235; transformers
     # optimization.py, Adafactor with beta1=None).

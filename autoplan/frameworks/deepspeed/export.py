@@ -139,5 +139,5 @@ TARGET = Target(
     limits=LIMITS,
     other_limits={_WITH_MICS: _LIMITS_WITH_MICS},
     refused_tuning=refused_by_lora_config,
-    optimizers=("adam", "adam8bit", "adafactor", "lion", "sgd"),
+    optimizers=("adam", "adam8bit", "adam8bit-bnb", "adafactor", "lion", "sgd"),
 )
