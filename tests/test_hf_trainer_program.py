@@ -188,7 +188,7 @@ def test_changes_are_named_as_in_the_program(tmp_path: Path) -> None:
         (QLORA + "\nother = SFTConfig(per_device_train_batch_size=1)\n", "the file 2 times .SFTConfig, SFTConfig"),
         (
             QLORA.replace("BATCH = 4", "for BATCH in (1, 2):\n    pass"),
-            r"per_device_train_batch_size is \$BATCH.*--set",
+            "per_device_train_batch_size = BATCH cannot be read: pass --set per_device_train_batch_size=VALUE",
         ),
         (
             QLORA.replace("BATCH = 4", "BATCH = 4\nif MODEL:\n    BATCH = 8"),
