@@ -16,7 +16,8 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.readers.model import load_model
 from autoplan.search.memory_knobs import memory_knobs
 from autoplan.spec.enums import RecomputeModule
-from autoplan.spec.plan import DEGREES, ParallelPlan, PlanBatch, parse_recompute
+from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
+from autoplan.spec.plan_words import DEGREES
 from autoplan.spec.problem import Problem
 from problems import problem_for
 

@@ -13,7 +13,8 @@ import numpy as np
 from autoplan.base.arrays import Bools, Ints, Rows, distinct_rows
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
-from autoplan.spec.axes import AXES, COLUMNS, DEFAULT_RECOMPUTE_MODULES, PARTLY_MEANT, Axis, Kind
+from autoplan.spec import plan_words
+from autoplan.spec.axes import COLUMNS, DEFAULT_RECOMPUTE_MODULES, PARTLY_MEANT, Axis, Kind
 from autoplan.spec.enums import (
     ContextParallelKind,
     CrossEntropyFusion,
@@ -40,51 +41,6 @@ from autoplan.spec.enums import (
 SPLIT_SCHEDULES = tuple(name.code for name in (Schedule.ZB_H1, Schedule.ZB_V, Schedule.DUALPIPE_V))
 MAX_OPERATIONS = 2**19  # of a pipeline that is followed pass by pass; more would take seconds to prepare
 
-DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp")  # in the order in which a plan is told
-_SCHEDULE_WORDS = {
-    Schedule.GPIPE: "GPipe",
-    Schedule.ONE_F_ONE_B: "1F1B",
-    Schedule.INTERLEAVED: "1F1B interleaved with {vp} virtual stages",
-    Schedule.ZB_H1: "ZB-H1",
-    Schedule.ZB_V: "ZB-V",
-    Schedule.DUALPIPE_V: "DualPipe-V",
-}
-SHARDING_WORDS = {
-    Sharding.NONE: "unsharded",
-    Sharding.ZERO1: "ZeRO-1",
-    Sharding.ZERO2: "ZeRO-2",
-    Sharding.ZERO3: "ZeRO-3",
-}
-_SHARDING_TERMS = {
-    **SHARDING_WORDS,
-    Sharding.ZERO1: "distributed optimizer (ZeRO-1)",
-    Sharding.ZERO3: "fully sharded (ZeRO-3)",
-}
-_OPTION_WORDS: dict[str, dict[Any, str]] = {
-    "offload_modules": {word: f"inputs of {word} on the CPU" for word in OffloadModules if word.code},
-    "offload_layers": {word: f"activations of {word} of the layers on the CPU" for word in OffloadLayers if word.code},
-    "cuda_graphs": {
-        CudaGraphs.ROUTER: "CUDA graphs of routers",
-        CudaGraphs.ATTENTION: "CUDA graphs of attention",
-        CudaGraphs.LAYER: "CUDA graphs of layers",
-        CudaGraphs.FULL_ITERATION: "one CUDA graph",
-    },
-    "grad_dtype": {GradType.BF16: "16-bit gradients", GradType.BF16_MAIN: "16-bit main gradients"},
-    "reduce_dtype": {ReduceType.FP32: "gradients reduced in fp32", ReduceType.HALF: "gradients reduced in 16 bits"},
-    "fp8_scaling": {
-        Fp8Scaling.ROWWISE: "scales of rows",
-        Fp8Scaling.DELAYED: "scales of past steps",
-        Fp8Scaling.BLOCKWISE: "scales of blocks",
-    },
-    "gradient_accumulation_fusion": {False: "unfused accumulation"},
-    "cross_entropy_fusion": {word: f"{word} cross entropy" for word in CrossEntropyFusion if word.code},
-    "main_weights": {
-        MainWeights.REMAINDERS: "main weights as remainders",
-        MainWeights.FP16: "fp16 main weights",
-        MainWeights.BF16: "bf16 main weights",
-    },
-    "moment_dtype": {MomentType.BF16: "bf16 moments", MomentType.FP8: "fp8 moments"},
-}
 SELECTIVE, FULL = Recompute.SELECTIVE.code, Recompute.FULL.code
 DEFAULT_MODULE_BITS = 1 << RecomputeModule.CORE_ATTN.code
 ALL_LAYERS = 10**6  # more than any chunk has
@@ -92,7 +48,6 @@ PP_BEFORE_DP = RankOrder.PP_BEFORE_DP.code
 
 _WORDS = tuple((axis.name, axis.enum) for axis in COLUMNS if axis.enum)
 _COUNTS = tuple((axis.name, axis.most) for axis in COLUMNS if axis.kind is Kind.COUNT)
-_PHRASES = tuple((axis.name, axis.phrase) for axis in AXES if axis.phrase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,55 +170,11 @@ class ParallelPlan:
 
     def describe(self) -> str:
         """Short description: 'tp 4 pp 2 vp 5 dp 16, micro-batch 1, ZeRO-1'."""
-        schedule = "" if self.schedule in ("1f1b", "interleaved") else _SCHEDULE_WORDS[self.schedule]
-        return self._described(schedule, SHARDING_WORDS[self.sharding], has_vp=self.schedule == "interleaved")
+        return plan_words.describe(self)
 
     def spell_out(self) -> str:
         """Full description: 'tp 4 pp 2 dp 16, ..., 1F1B interleaved with 5 virtual stages, ...'."""
-        schedule = _SCHEDULE_WORDS[self.schedule].format(vp=self.vp) if self.pp > 1 else ""
-        return self._described(schedule, _SHARDING_TERMS[self.sharding], has_vp=False)
-
-    def _described(self, schedule: str, sharding: str, *, has_vp: bool) -> str:
-        shown = ("tp", "cp", "pp", "vp", *DEGREES[DEGREES.index("pp") + 1 :]) if has_vp else DEGREES
-        degrees = [f"{axis} {getattr(self, axis)}" for axis in shown if getattr(self, axis) > 1]
-        words = [" ".join(degrees) or "one device", f"micro-batch {self.micro_batch}"]
-        if self.cp > 1:
-            words.append({"ring": "ring attention", "all_to_all": "all-to-all attention"}[self.cp_kind])
-        if self.tp > 1 and not self.sp:
-            words.append("no sequence parallelism")
-        words += [phrase for name, phrase in _PHRASES if getattr(self, name)]
-        if self.ep > 1 and self.dispatcher != Dispatcher.ALL_TO_ALL:
-            words.append({"deepep": "DeepEP", "hybridep": "HybridEP"}[self.dispatcher])
-        if self.rank_order != RankOrder.DP_BEFORE_PP:
-            words.append(f"ranks {self.rank_order}")
-        if schedule:
-            words.append(schedule)
-        if self.layers_per_chunk and len(set(self.layers_per_chunk)) > 1:
-            ranks = {sum(self.layers_per_chunk[rank :: self.pp]) for rank in range(self.pp)}
-            words.append("uneven stages" if len(ranks) > 1 else "uneven virtual stages")
-        if self.dp * self.cp > 1:
-            over = f" over {self.dp_shard * self.cp}" if self.dp_replicate > 1 and self.sharding != "none" else ""
-            words.append(f"{sharding}{over}")
-        if self.secondary_shard > 1:
-            words.append(f"second copy over {self.secondary_shard}")
-        if self.recompute != "none":
-            words.append(self._recompute_words())
-        if self.offload != "none":
-            offloaded = {"parameters": "parameters and optimizer"}.get(self.offload, self.offload)
-            if self.offload_percent < 100:
-                offloaded = f"{self.offload_percent} % of the {offloaded}"
-            words.append(f"{offloaded} on the CPU")
-        words += [text for name, texts in _OPTION_WORDS.items() if (text := texts.get(getattr(self, name)))]
-        return ", ".join(words)
-
-    def _recompute_words(self) -> str:
-        if self.recompute_num_layers is not None:
-            count = self.recompute_num_layers
-            where = "virtual stage" if self.vp > 1 else "stage"
-            return f"recompute {count} layer{'s' * (count > 1)} a {where}"
-        if self.recompute_modules != DEFAULT_RECOMPUTE_MODULES:
-            return f"recompute {'+'.join(self.recompute_modules)}"
-        return f"{self.recompute} recompute"
+        return plan_words.spell_out(self)
 
 
 def derived_values(
