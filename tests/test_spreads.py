@@ -154,6 +154,29 @@ def test_a_generation_whose_kernels_were_measured_is_not_new() -> None:
     assert [Familiarity.of(asked, batch).novelty[0, at] for asked in (problem, measured)] == [1.0, 0.0]
 
 
+def test_measurements_that_a_plan_does_not_rest_on_make_it_no_surer() -> None:
+    """Records of other shapes had made the interval of a machine that nobody else knew a third as wide."""
+    problem = problem_of(calibration=Calibration(unseen=("generation",)))
+    model, plan = problem.model, ParallelPlan(global_batch=32, tp=4, dp_shard=4)
+    unused = Measurement(
+        operation="latent_attention", shape=(1, 64, 4, 192, 128), dtype="bf16", device="h100-sxm", seconds=1
+    )
+    tokens, hidden, ffn = problem.training.seq_len, model.hidden_size, model.ffn_size
+    shapes = [(tokens, hidden // 4 * 3 // 2, hidden), (tokens, hidden, hidden // 4), (tokens, hidden, ffn // 4)]
+    shapes += [(tokens, ffn // 2, hidden), (tokens, model.vocab_size // 4, hidden)]
+    products = [
+        Measurement(operation=operation, shape=shape, dtype="bf16", device="h100-sxm", seconds=1e-2)
+        for shape in shapes
+        for operation in ("gemm", "dgrad", "wgrad")
+    ]
+    plain, other, own = (
+        spread_of(price(replace(problem, timings=TimingTable.of(of)), plan)) for of in ([], [unused], products)
+    )
+    assert other == plain
+    seen = replace(problem, calibration=Calibration(), timings=TimingTable.of(products))
+    assert own == spread_of(price(seen, plan))
+
+
 def test_links_that_differ_widen_a_step_by_the_share_in_which_they_are_waited_for() -> None:
     cluster, plan = load_cluster("rtx-4090:1x8"), ParallelPlan(global_batch=64, tp=4, dp_shard=2)
     problem = replace(problem_of(calibration=Calibration()), cluster=cluster)

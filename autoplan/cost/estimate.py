@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints, add_up
+from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.encoder_ranks import encoder_ranks
 from autoplan.cost.memory.parameters import stage_parameters
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS, host_bytes, stage_memory
@@ -19,7 +20,8 @@ from autoplan.cost.step import LaidOutPipelines, step_terms, with_stragglers
 from autoplan.spec.estimate import CostEstimate, StageCost, probability_above
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
-from autoplan.spec.terms import STEP_TERMS
+from autoplan.spec.terms import KERNEL_TERMS, STEP_TERMS, TRAFFIC_TERMS
+from autoplan.spec.timing import NO_TIMINGS
 
 # Number of plans x stages priced at once, so that their arrays stay in the cache.
 BLOCK_VALUES = 2**16
@@ -55,7 +57,7 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
     apart = problem.num_devices - problem.cluster.num_devices
     terms = with_stragglers(terms, batch.num_devices + apart)
     step_s, reserved = add_up(terms.values()), add_up(memory.values())
-    low_s, high_s = interval(terms, step_s, Familiarity.of(problem, batch))
+    low_s, high_s = interval(terms, step_s, _familiarity(problem, batch, terms))
     return CostEstimate(
         batch=batch,
         step_s=step_s,
@@ -70,6 +72,21 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
         host_memory_bytes=host,
         oom_z=oom_z(problem, reserved, host),
     )
+
+
+def _familiarity(problem: Problem, batch: PlanBatch, terms_s: Mapping[str, Floats]) -> Familiarity:
+    """Return the familiarity of plans: what was measured of a machine counts for plans that mostly rest on it."""
+    known, bare = Familiarity.of(problem, batch), replace(problem, timings=NO_TIMINGS)
+    unknown = Familiarity.of(bare, batch)
+    if not unknown.is_less_than(known):
+        return known
+    references_s = estimate(bare, batch).terms_s
+
+    def is_unserved(names: Iterable[str]) -> Bools:
+        served_s = add_up(np.where(terms_s[name] == references_s[name], 0.0, terms_s[name]) for name in names)
+        return np.asarray(2 * served_s < add_up(terms_s[name] for name in names))
+
+    return known.without_measurements(unknown, is_unserved(KERNEL_TERMS), is_unserved(TRAFFIC_TERMS))
 
 
 def interval(terms_s: Mapping[str, Floats], step_s: Floats, familiarity: Familiarity) -> tuple[Floats, Floats]:

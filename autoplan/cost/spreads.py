@@ -14,13 +14,13 @@ Unknown properties make a run slower more often than faster, so these parts coun
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, Ints, Rows, add_up
+from autoplan.base.arrays import Bools, Floats, Ints, Rows, add_up
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.base.units import check_positive
 from autoplan.spec.calibration import TIME_SPREADS
@@ -200,6 +200,20 @@ class Familiarity(Rows):
             np.maximum.at(getattr(self, name), rows, getattr(parts, name))
         for name in ("weight", "exposed_share"):
             np.minimum.at(getattr(self, name), rows, getattr(parts, name))
+
+    def is_less_than(self, known: Familiarity) -> bool:
+        """Return whether a machine is less known here than to `known`, about the same plans."""
+        return any(bool((getattr(self, name) > getattr(known, name)).any()) for name in ("novelty", "machine", "links"))
+
+    def without_measurements(self, unknown: Familiarity, of_kernels: Bools, of_links: Bools) -> Familiarity:
+        """Return the familiarity as `unknown` where nothing that was measured serves the kernels, or the links."""
+        return replace(
+            self,
+            weight=np.where(of_kernels, unknown.weight, self.weight),
+            novelty=np.where(of_kernels[:, None], unknown.novelty, self.novelty),
+            machine=np.where(of_kernels, np.maximum(unknown.machine, self.machine), self.machine),
+            links=np.where(of_links, unknown.links, self.links),
+        )
 
     def own_parts(self, terms_s: Mapping[str, Floats], step_s: Floats) -> tuple[Floats, Floats]:
         """Return (weight of the runs' variance, coefficients of `squares`): shapes (plans), (plans, parts)."""

@@ -71,6 +71,7 @@ PIPELINE_TERMS = _of("block", "stage", "pipeline")  # until the last backward pa
 UPDATE_TERMS = _of("update")  # of gradients, optimizer and parameters
 END_TERMS = _of("update", "end")  # what follows the last backward pass, one after another
 LAST_WAITS = tuple(term.name for term in TERMS if term.part == "end" and term.stream == "wait")
+KERNEL_TERMS = tuple(term.name for term in TERMS if term.component == "kernels")
 TRAFFIC_TERMS = tuple(  # in which links are waited for
     term.name for term in TERMS if term.component in ("tensor", "experts", "states") or term.name == "pipeline_send"
 )
