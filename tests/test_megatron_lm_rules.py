@@ -139,7 +139,8 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
         "offload 'parameters' with",
         "muon with",
         "devices",
-        "an encoder",
+        "an encoder of",
+        "an encoder on ranks of its own",
         "layers that share",
         "scans of Mamba-1",
         "convolutions",
@@ -150,6 +151,21 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
     assert len(says) == len(words), says
     for rule, word in zip(says, words, strict=True):
         assert word in rule
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "is_legal"),
+    [
+        (MOE, {}, True),
+        (MOE, {"precision": "fp8"}, False),
+        (MOE, {"tp": 2, "sp": True, "etp": 2}, False),
+        (replace(MOE, gated_mlp=False, squared_relu=True), {}, False),
+    ],
+)
+def test_one_graph_needs_the_fused_experts_of_mxfp8(model: ModelSpec, changes: dict[str, Any], is_legal: bool) -> None:
+    plan = {"ep": 2, "dp_shard": 2, "precision": "mxfp8", "dispatcher": "hybridep", "cuda_graphs": "full_iteration"}
+    says = broken(RULES, workload_of(model, plan_of(**plan | changes), 4096), plan_of(**plan | changes))
+    assert (says == ()) is is_legal, says
 
 
 @pytest.mark.parametrize("name", BREAKING)

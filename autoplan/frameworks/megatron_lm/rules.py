@@ -240,10 +240,14 @@ def _graphs_exist(workload: Workload, batch: PlanBatch) -> Bools:
     """Return which plans can capture their CUDA graphs; the sizes of expert inputs are only known on the device.
 
     HybridEP and the fused experts of Transformer Engine, used with mxfp8, do not need these sizes on the host
-    (docs/user-guide/features/paged_stash.md; Megatron-Bridge 067f987, NVTE_CUTEDSL_FUSED_GROUPED_MLP).
+    (docs/user-guide/features/paged_stash.md; Megatron-Bridge 067f987, NVTE_CUTEDSL_FUSED_GROUPED_MLP).  The fused ones
+    are whole and gated (core/transformer/moe/experts.py:382); those of squared ReLUs came on 2026-05-29, and recipes
+    of such models capture parts of layers alone (Megatron-Bridge 067f987, perf_recipes/nemotronh).
     """
     if workload.model.moe:
-        is_static = (batch.dispatcher == Dispatcher.HYBRIDEP.code) & (batch.precision == Precision.MXFP8.code)
+        is_fused = (batch.etp == 1) & workload.model.gated_mlp
+        is_static = is_fused & (batch.dispatcher == Dispatcher.HYBRIDEP.code)
+        is_static &= batch.precision == Precision.MXFP8.code
         return (batch.cuda_graphs != CudaGraphs.FULL_ITERATION.code) | (is_static & (batch.ep > 1))
     return batch.cuda_graphs != CudaGraphs.ROUTER.code
 
@@ -473,7 +477,7 @@ COMMON: tuple[Rule, ...] = (
         holds=_graphs_exist,
         text=lambda s, p: (
             f"cuda_graphs {p.cuda_graphs} with {'experts' if s.model.moe else 'a model without experts'}: use "
-            + ("mxfp8 with dispatcher hybridep, or layer" if s.model.moe else "attn or layer")
+            + ("mxfp8, dispatcher hybridep and etp 1 with gated experts, or layer" if s.model.moe else "attn or layer")
         ),
     ),
     Rule(
