@@ -58,7 +58,7 @@ LENGTHS = (1024, 2048, 4096, 8192)
 MAX_SWITCHED = 3  # options of a plan
 # Degrees and batches are drawn with the plan; orders of nodes are in files of machines, grids are not priced.
 DRAWN = {"tp", "cp", "pp", "vp", "ep", "dp", "dp_shard", "micro_batch", "global_batch", "precision"}
-SWITCHED = tuple(axis for axis in AXES if axis.name not in DRAWN | {"tp_grid", "placement"})
+SWITCHED = tuple(axis for axis in AXES if axis.name not in DRAWN | {"placement"})
 
 Rng = np.random.Generator
 

@@ -27,7 +27,7 @@ BUSY = ParallelPlan(
 )
 FIELDS = tuple(axis for axis in AXES if axis.name != "dp")
 # What a description leaves to the model, the training or the list of nodes, or tells of a plan only where it is wrong.
-UNTOLD = {"precision", "placement", "tp_grid", "global_batch", "grad_reduce_overlap", "param_gather_overlap"}
+UNTOLD = {"precision", "placement", "global_batch", "grad_reduce_overlap", "param_gather_overlap"}
 
 
 def other(axis: Axis) -> Any:
@@ -39,8 +39,6 @@ def other(axis: Axis) -> Any:
             return {"recompute": "selective", "recompute_modules": (RecomputeModule.MLP,)}
         case "recompute_num_layers":
             return {"recompute": "full", "recompute_num_layers": 3}
-        case "tp_grid":
-            return {"tp_grid": (2, 1, 1)}
         case "placement":
             return {"placement": ("b", "a")}
         case "vp" | "schedule":
@@ -77,7 +75,7 @@ def test_every_field_of_a_plan_is_an_axis() -> None:
     assert len(AXIS) == len(AXES)
 
 
-@pytest.mark.parametrize("axis", [axis for axis in FIELDS if axis.name != "tp_grid"], ids=is_called)
+@pytest.mark.parametrize("axis", FIELDS, ids=is_called)
 def test_a_value_comes_back_from_a_plan_file_and_from_a_batch(axis: Axis) -> None:
     plan = dataclasses.replace(BUSY, **other(axis))
     check_priced(plan)

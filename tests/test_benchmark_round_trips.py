@@ -165,14 +165,10 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
     },
     "wide_adapters": {"off": ({},), "on": ({"finetune": "lora", "wide_adapters": True},)},
     "rank_order": {word: (STAGES | {"rank_order": word},) for word in RankOrder},
-    "tp_grid": {"none": ({},), "given": ({"tp_grid": (2, 1, 1)},)},
     "placement": {"none": ({},)},
 }
 # Values that come back from no target.
-NOWHERE = {
-    "offload=activations": "not priced",
-    "tp_grid=given": "no launcher supports it",
-}
+NOWHERE = {"offload=activations": "not priced"}
 
 
 def ways_to(axis: Axis) -> dict[str, tuple[Way, ...]]:
@@ -216,10 +212,10 @@ def plan_with(problem: Problem, way: Way) -> ParallelPlan:
         plain["sharding"] = "zero3"
     if "cp_kind" not in way:
         plain["cp_kind"] = book.words("cp_kind")[0]
-    apart = ("precision", "finetune", "tp_grid", *NOT_OVERLAPPED)
+    apart = ("precision", "finetune", *NOT_OVERLAPPED)
     flagged = {name: value for name, value in way.items() if name not in apart}
     plan = make_plan(problem, BATCH, plain | flagged)
-    return replace(plan, **{name: way[name] for name in ("tp_grid", *NOT_OVERLAPPED) if name in way})
+    return replace(plan, **{name: way[name] for name in NOT_OVERLAPPED if name in way})
 
 
 def has(plan: ParallelPlan, axis: Axis, value: str) -> bool:

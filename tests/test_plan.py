@@ -145,7 +145,7 @@ def test_what_is_not_quantised_is_in_16_bits_or_in_fp32(plan: ParallelPlan) -> N
 
 
 def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_default() -> None:
-    held = {field.name for field in dataclasses.fields(PlanBatch)} | {"layers_per_chunk", "tp_grid"}
+    held = {field.name for field in dataclasses.fields(PlanBatch)} | {"layers_per_chunk"}
     assert {field.name for field in dataclasses.fields(ParallelPlan)} <= held
 
 
@@ -167,13 +167,6 @@ def test_the_plans_of_a_batch_share_their_placement() -> None:
 def test_an_unpriced_value_is_refused_with_the_way_out() -> None:
     with pytest.raises(UnpricedError, match="not priced yet: "):
         check_priced(ParallelPlan(global_batch=8, schedule="gpipe", pp=2, vp=2))
-
-
-def test_tensor_parallelism_over_a_grid_is_declined_as_no_launcher_runs_it() -> None:
-    with pytest.raises(UnpricedError, match=r"tp_grid \[2, 4, 1\]: launcher does not support more than 1-D"):
-        check_priced(ParallelPlan(global_batch=8, tp=8, tp_grid=(2, 4, 1)))
-    with pytest.raises(InputError, match=r"tp_grid \[2, 4, 1\] has 8 ranks, tp is 4"):
-        ParallelPlan(global_batch=8, tp=4, tp_grid=(2, 4, 1))
 
 
 @settings(max_examples=30)

@@ -38,7 +38,7 @@ from autoplan.topology.mixed_cluster import MixedCluster
 # Some of the nodes that are left may stand idle: a batch divides well among few of the numbers of nodes.
 FEWEST_SHARE = 0.5
 # Axes by which ranks hold other parts of the weights, so that a checkpoint has to be cut again.
-CUT_BY = ("tp", "tp_grid", "pp", "vp", "schedule", "layers_per_chunk", "ep", "etp", "dp_shard", "sharding")
+CUT_BY = ("tp", "pp", "vp", "schedule", "layers_per_chunk", "ep", "etp", "dp_shard", "sharding")
 
 
 COMMAND = "autoplan.replan() of Python"

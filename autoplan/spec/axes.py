@@ -361,8 +361,6 @@ AXES: tuple[Axis, ...] = (
           searched=tuple(RankOrder), metavar="ORDER", of_memory=False),
     _word(name="precision", help="Data type of the GEMMs.", default=Precision.BF16, change="",
           elsewhere="use --precision", flag="", of_kernels=True),
-    _list(name="tp_grid", help="Tensor parallelism in several dimensions.", change="",
-          elsewhere="no launcher supports it", flag=""),
     _list(name="placement", help="Nodes in the order of the ranks; default: as in the cluster.",
           label="order of the nodes", change="nodes", elsewhere="searches order the nodes", metavar="NODE,NODE,..."),
 )

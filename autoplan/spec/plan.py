@@ -73,7 +73,6 @@ class ParallelPlan:
     etp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
-    tp_grid: tuple[int, int, int] | None = None  # columns, rows, depth of tensor parallelism in several dimensions
     sharding: Sharding = Sharding.ZERO1
     recompute: Recompute = Recompute.NONE
     recompute_modules: tuple[RecomputeModule, ...] = DEFAULT_RECOMPUTE_MODULES  # what selective recomputation repeats
@@ -116,8 +115,6 @@ class ParallelPlan:
             object.__setattr__(self, name, enum_value(name, enum, getattr(self, name)))
         for name, at_most in _COUNTS:
             check_count(name, getattr(self, name), at_most=at_most)
-        if self.tp_grid is not None and math.prod(self.tp_grid) != self.tp:
-            raise InputError(f"tp_grid {list(self.tp_grid)} has {math.prod(self.tp_grid)} ranks, tp is {self.tp}")
         if self.layers_per_chunk is not None:
             if len(self.layers_per_chunk) != self.pp * self.vp:
                 raise InputError(
@@ -230,10 +227,6 @@ def check_priced(plan: ParallelPlan) -> None:
     """Reject a value that the cost model does not cover yet; no value is silently ignored."""
     if plan.schedule == "gpipe" and plan.vp > 1:
         raise UnpricedError("schedule 'gpipe' with vp > 1 is not priced yet: use interleaved")
-    if plan.tp_grid is not None:
-        raise UnpricedError(
-            f"tp_grid {list(plan.tp_grid)}: launcher does not support more than 1-D tensor parallelism: leave it out"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -54,7 +54,7 @@ def _spelled(text: str) -> str:
     return f"{name}={shown(AXIS[name].parse(value, '--forbid'))}" if sign and name in AXIS else f"{name}{sign}{value}"
 
 
-PLAN_FILE_VERSION = 9
+PLAN_FILE_VERSION = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
