@@ -34,6 +34,7 @@ from autoplan.cost.memory.state_types import reduced_grad_bytes  # noqa: E402
 from autoplan.frameworks.presets import load_framework  # noqa: E402
 from autoplan.readers.cluster import load_cluster  # noqa: E402
 from autoplan.readers.finetuning import combined, load_finetuning  # noqa: E402
+from autoplan.readers.huggingface import read_huggingface  # noqa: E402
 from autoplan.readers.model import load_model  # noqa: E402
 from autoplan.report.answer import answer_lines  # noqa: E402
 from autoplan.spec.finetuning import FineTuning  # noqa: E402
@@ -570,3 +571,12 @@ def test_tensor_parallelism_does_not_cut_quantised_weights() -> None:
 def test_optimizers_have_the_names_of_others_too(word: str, optimizer: str) -> None:
     problem = make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=4096, optimizer=word)
     assert problem.training.optimizer == optimizer
+
+
+def test_adapters_of_bert_are_named_as_in_its_layers() -> None:
+    """Two matrices of rank 8 beside queries and values of 12 layers, as PEFT counts them: 12 * 2 * 8 * (768 + 768)."""
+    table = {"model_type": "bert", "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}
+    table |= {"intermediate_size": 3072, "vocab_size": 30522, "architectures": ["BertForMaskedLM"]}
+    model = read_huggingface(table, "bert")
+    assert count_trained_parameters(model, FineTuning(rank=8, targets=("query", "value"))) == 294_912
+    assert count_trained_parameters(model, FineTuning(rank=8, targets=("key",))) == 147_456

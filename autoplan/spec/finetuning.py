@@ -42,10 +42,10 @@ class Target(NamedTuple):
 
 # A module may be called the same in several kinds of block (GPT-2's c_proj), and the same thing have several names.
 MODULES: Mapping[str, tuple[Target, ...]] = {
-    "q_proj": (Target("qkv", "q"), Target("q")),
-    "k_proj": (Target("qkv", "k"),),
-    "v_proj": (Target("qkv", "v"),),
-    "o_proj": (Target("out"),),
+    **dict.fromkeys(("q_proj", "q", "query"), (Target("qkv", "q"), Target("q"))),  # q of T5, query of BERT
+    **dict.fromkeys(("k_proj", "k", "key"), (Target("qkv", "k"), Target("kv", "k"))),
+    **dict.fromkeys(("v_proj", "v", "value"), (Target("qkv", "v"), Target("kv", "v"))),
+    **dict.fromkeys(("o_proj", "o"), (Target("out"),)),
     "gate_proj": (Target("fc1", "gate"), Target("expert_fc1", "gate"), Target("shared_fc1", "gate")),
     "up_proj": (Target("fc1", "up"), Target("expert_fc1", "up"), Target("shared_fc1", "up")),
     "down_proj": (Target("fc2"), Target("expert_fc2"), Target("shared_fc2")),
@@ -76,6 +76,11 @@ MODULES: Mapping[str, tuple[Target, ...]] = {
     "linear_proj": (Target("out"),),
     "linear_fc1": (Target("fc1"), Target("expert_fc1"), Target("shared_fc1")),
     "linear_fc2": (Target("fc2"), Target("expert_fc2"), Target("shared_fc2")),
+    # T5's
+    "wi": (Target("fc1"),),
+    "wi_0": (Target("fc1", "gate"),),
+    "wi_1": (Target("fc1", "up"),),
+    "wo": (Target("fc2"),),
     # torchtune's and Meta's
     "output_proj": (Target("out"),),
     "w1": (Target("fc1", "gate"),),
@@ -119,7 +124,7 @@ class FineTuning:
         if unknown := [name for name in targets if name not in MODULES and name != ALL_LINEAR]:
             raise InputError(
                 f"finetuning.targets: no module {unknown[0][:40]!r} is known: use {ALL_LINEAR} or names of linear "
-                f"layers such as {', '.join(list(MODULES)[:7])} (patterns and embeddings are not priced)"
+                f"layers such as q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (patterns and embeddings are not priced)"
             )
         if not targets:
             raise InputError(f"finetuning.targets must name a module, or {ALL_LINEAR}")

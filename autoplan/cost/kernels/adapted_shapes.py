@@ -52,7 +52,7 @@ def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) 
     """Return (target, part of the matrix) for every part of a block's matrix that gets an adapter."""
     if linear.name in NEVER_ADAPTED:
         return []
-    pieces: tuple[str, ...] = {"qkv": ("q", "k", "v")}.get(linear.name, ("",))
+    pieces: tuple[str, ...] = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}.get(linear.name, ("",))
     if linear.name.endswith("fc1") and model.gated_mlp:
         pieces = ("gate", "up")
     targeted = []
