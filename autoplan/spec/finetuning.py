@@ -124,7 +124,8 @@ class FineTuning:
         if unknown := [name for name in targets if name not in MODULES and name != ALL_LINEAR]:
             raise InputError(
                 f"finetuning.targets: no module {unknown[0][:40]!r} is known: use {ALL_LINEAR} or names of linear "
-                f"layers such as q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (patterns and embeddings are not priced)"
+                "layers such as q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj (patterns and embeddings "
+                "are not priced)"
             )
         if not targets:
             raise InputError(f"finetuning.targets must name a module, or {ALL_LINEAR}")
