@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.common.rules import Rulebook
-from autoplan.frameworks.megatron_lm.rules import missing_modules
+from autoplan.frameworks.megatron_lm.part_rules import missing_modules
 from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import parts_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Value, shown
