@@ -44,7 +44,7 @@ def _modules_exist(workload: Workload, batch: PlanBatch) -> Bools:
     return batch.recompute_modules & missing == 0
 
 
-def missing_from_offload(model: ModelSpec) -> frozenset[str]:
+def _missing_from_offload(model: ModelSpec) -> frozenset[str]:
     """Return the parts of a layer that offloading may name but the model does not have."""
     return frozenset() if model.moe else frozenset(("expert_fc1", "moe_act"))
 
@@ -54,7 +54,7 @@ def _names(part: str, batch: PlanBatch) -> Bools:
 
 
 def _offloaded_modules(workload: Workload, batch: PlanBatch) -> Bools:
-    missing = missing_from_offload(workload.model)
+    missing = _missing_from_offload(workload.model)
     exist = np.array([not word.parts & missing for word in OffloadModules])[batch.offload_modules]
     is_graphed = np.isin(batch.cuda_graphs, (CudaGraphs.ROUTER.code, CudaGraphs.FULL_ITERATION.code))
     return exist & ((batch.offload_modules == 0) | ~is_graphed)
