@@ -135,12 +135,12 @@ def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | No
     `first` is (fewest, most) layers of the first rank; without it gradient reductions count as zero.  They also do with
     measured times, which need not grow with the buffer as the bound requires.
     """
-    times = kind_times(problem, batch)
+    times = _kind_times(problem, batch)
     rest_s = times.rest_s + _end_of_step_s(problem.placed(batch.placement), batch, first)
     return KindCosts(batch=batch, times=replace(times, rest_s=rest_s), memory=kind_memory(problem, batch))
 
 
-def kind_times(problem: Problem, batch: PlanBatch) -> KindTimes:
+def _kind_times(problem: Problem, batch: PlanBatch) -> KindTimes:
     """Price the passes of the kinds of `batch`, without the end of a step, independently of layouts."""
     problem, model = problem.placed(batch.placement), problem.model
     # With more chunks, more of a step's expert traffic overlaps with another micro-batch.
@@ -274,7 +274,7 @@ def plain_bounds(problem: Problem, space: Space, groups: PlanBatch) -> Floats:
     time = np.full(len(groups), np.inf)
     for rows in _blocks(len(groups)):
         part = groups.take(rows)
-        times = kind_times(problem, replace(part, recompute=np.full_like(part.recompute, Recompute.FULL.code)))
+        times = _kind_times(problem, replace(part, recompute=np.full_like(part.recompute, Recompute.FULL.code)))
         times = replace(times, repeat_s=np.zeros_like(times.repeat_s))
         for inside, kinds in space.alike(part):
             if len(inside):
@@ -307,7 +307,7 @@ def group_bounds(
     time, least_bytes = np.full(len(groups), np.inf), np.full(len(groups), np.inf)
     for rows in _blocks(len(groups)):
         plain, lean, of_group = space.extremes(groups.take(rows))
-        times = kind_times(problem, plain)
+        times = _kind_times(problem, plain)
         times = replace(times, repeat_s=_least_repeat_s(problem, space, plain, times.repeat_s))
         costs = KindCosts(batch=plain, times=times, memory=kind_memory(problem, plain, lean))
         step_s, needed = kind_bounds(problem, space, costs, most_bytes)
@@ -339,7 +339,7 @@ def _least_repeat_s(problem: Problem, space: Space, plain: PlanBatch, repeat_s: 
     for sharding in space.limits.of("sharding"):
         code = np.full_like(batch.sharding, AXIS["sharding"].code(sharding))
         sharded = replace(batch, sharding=code, param_gather_overlap=code > Sharding.NONE.code)
-        least_s[repeating] = np.minimum(least_s[repeating], kind_times(problem, sharded).repeat_s)
+        least_s[repeating] = np.minimum(least_s[repeating], _kind_times(problem, sharded).repeat_s)
     return least_s
 
 

@@ -71,13 +71,13 @@ class NearBest:
     def rows(self) -> dict[str, Any]:
         """Return plain values for `add_rows`, some kilobytes, without plans above the bar."""
         figures = {"best": _finite(self.best), "least_skipped": _finite(self.least_skipped)}
-        return figures | {"plans": leader_rows(self.plans, self.bar)}
+        return figures | {"plans": _leader_rows(self.plans, self.bar)}
 
     def add_rows(self, rows: dict[str, Any], placement: tuple[str, ...] | None) -> None:
         """Take in what was kept elsewhere; the order does not matter."""
         self.best = min(self.best, _infinite(rows["best"]))
         self.least_skipped = min(self.least_skipped, _infinite(rows["least_skipped"]))
-        offer_rows(self.plans, rows["plans"], placement)
+        _offer_rows(self.plans, rows["plans"], placement)
 
 
 class Front:
@@ -156,7 +156,7 @@ class Findings:
         table = {
             "counts": self.counts,
             "incumbents": self.incumbents.rows(),
-            "winners": leader_rows(self.winners, math.inf),
+            "winners": _leader_rows(self.winners, math.inf),
         }
         return base64.b85encode(zlib.compress(msgspec.json.encode(table))).decode()
 
@@ -166,10 +166,10 @@ class Findings:
             table = msgspec.json.decode(zlib.decompressobj().decompress(base64.b85decode(text), MAX_BYTES))
             self.counts.update(table["counts"])
             self.incumbents.add_rows(table["incumbents"], placement)
-            offer_rows(self.winners, table["winners"], placement)
+            _offer_rows(self.winners, table["winners"], placement)
 
 
-def leader_rows(leaders: Leaders, bar: float) -> dict[str, Any]:
+def _leader_rows(leaders: Leaders, bar: float) -> dict[str, Any]:
     """Return the plans not above `bar` as plain values, column by column."""
     if leaders.batch is None:
         return {"objective": []}
@@ -177,8 +177,8 @@ def leader_rows(leaders: Leaders, bar: float) -> dict[str, Any]:
     return {**rows_of(leaders.batch.take(keep)), "objective": leaders.objective[keep].tolist()}
 
 
-def offer_rows(leaders: Leaders, rows: dict[str, Any], placement: tuple[str, ...] | None) -> None:
-    """Offer plans from the plain values of `leader_rows`."""
+def _offer_rows(leaders: Leaders, rows: dict[str, Any], placement: tuple[str, ...] | None) -> None:
+    """Offer plans from the plain values of `_leader_rows`."""
     if rows["objective"]:
         leaders.offer(np.array(rows["objective"], dtype=np.float64), batch_of(rows, placement))
 

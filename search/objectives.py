@@ -226,14 +226,14 @@ def figures(problem: Problem, run: Run, plan: RankedPlan) -> RunFigures:
         problem,
         run,
         seconds_per_sequence=plan.s_per_sequence,
-        joules_per_sequence=_joules_per_sequence(problem, plan) if has_power(problem.cluster) else None,
+        joules_per_sequence=_joules_per_sequence(problem, plan) if _has_power(problem.cluster) else None,
         memory_bytes=plan.memory_bytes,
     )
 
 
 def least_figures(problem: Problem, run: Run, *, seconds_per_sequence: float, memory_bytes: float) -> RunFigures:
     """Return lower bounds on figures from bounds on time and memory, with at least the power of waiting devices."""
-    joules = waiting_power_w(problem.cluster) * seconds_per_sequence if has_power(problem.cluster) else None
+    joules = waiting_power_w(problem.cluster) * seconds_per_sequence if _has_power(problem.cluster) else None
     return figures_at(
         problem,
         run,
@@ -243,6 +243,6 @@ def least_figures(problem: Problem, run: Run, *, seconds_per_sequence: float, me
     )
 
 
-def has_power(cluster: ClusterSpec) -> bool:
+def _has_power(cluster: ClusterSpec) -> bool:
     """Return whether the power of the cluster is known, and therefore the energy."""
     return cluster.host.power_w is not None

@@ -261,7 +261,7 @@ class Trials:
             parts[0] += f": {result.reason}"
         view = self.tuning.state()
         if view.ratio is not None:
-            parts.append(described_ratio(view.ratio))
+            parts.append(_described_ratio(view.ratio))
         if view.best is not None:
             parts.append(f"{len(view.worth_trying)} of {len(self.tuning.plans)} left that could be faster")
         return "; ".join(parts)
@@ -274,7 +274,7 @@ class Trials:
         return f"trial {watched.number}: {self._name(watched.at)}: {_since(watched):.0f} s{steps}"
 
 
-def described_ratio(ratio: float) -> str:
+def _described_ratio(ratio: float) -> str:
     """Describe the ratio of measured to predicted steps."""
     return f"steps take {ratio:.2f} times as long as predicted"
 

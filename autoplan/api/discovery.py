@@ -66,7 +66,7 @@ def discover(
     if observed is None:
         return None
     description = described(*observed, is_here=not sources, nodes=nodes, name=name, device=device)
-    return with_measured_links(description, db) if measured_links else description
+    return _with_measured_links(description, db) if measured_links else description
 
 
 def observe(
@@ -75,7 +75,7 @@ def observe(
     """Return what saved files, this machine or all nodes of the job report; None on ranks other than the first."""
     if nodes < 0:
         raise InputError(f"--nodes must be at least 1, got {nodes}")
-    return read_files([Path(source) for source in sources], kind) if sources else look()
+    return _read_files([Path(source) for source in sources], kind) if sources else look()
 
 
 def described(
@@ -91,7 +91,7 @@ def described(
     return replace(description, cluster=replace(description.cluster, machine=machine), remarks=remarks)
 
 
-def read_files(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree | None]:
+def _read_files(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTree | None]:
     """Return the contents of saved files; those about one node in the order of how reliable their formats are."""
     order = list(FORMATS)
     parsed = sorted((read_source(path, kind) for path in sources), key=lambda source: order.index(source[0]))
@@ -150,7 +150,7 @@ def _machine() -> MachineSpec | None:
     )
 
 
-def with_measured_links(description: Description, url: str | None) -> Description:
+def _with_measured_links(description: Description, url: str | None) -> Description:
     """Return the cluster with the links that were measured on it, or on others with its device."""
     timings = stored_timings(description.cluster, url, (*OPERATIONS, "all_to_all")).measurements
     cluster, remarks = with_measured(description.cluster, list(timings))

@@ -282,7 +282,7 @@ def _calibration(framework: Framework, cluster: ClusterSpec, options: ProblemOpt
 # -- the space of plans -----------------------------------------------------------------------------------------------
 
 
-def check_framework(framework: Framework) -> None:
+def _check_framework(framework: Framework) -> None:
     """Reject a framework whose rules are not implemented yet."""
     if framework.rules == "unknown":
         raise UnpricedError(
@@ -322,7 +322,7 @@ def make_space(
     express, where one is given.  Raises InputError where a limit names no
     axis, or a value that it cannot have; UnpricedError where the rules of the framework are not known.
     """
-    check_framework(problem.framework)
+    _check_framework(problem.framework)
     batches = batches_of(global_batch, problem.cluster.num_devices)
     book = book_of(problem.framework)
     unasked = default_limits(problem, batches)

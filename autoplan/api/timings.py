@@ -177,10 +177,10 @@ def machine_of(cluster: ClusterSpec, store: Store) -> Fingerprint | None:
     device, machine = cluster.device.name, cluster.machine
     if machine is None:
         return store.latest(device)
-    return Fingerprint(device=device, **asdict(machine) | {"power_cap_w": machine.power_cap_w or usual_cap_w(cluster)})
+    return Fingerprint(device=device, **asdict(machine) | {"power_cap_w": machine.power_cap_w or _usual_cap_w(cluster)})
 
 
-def usual_cap_w(cluster: ClusterSpec) -> int:
+def _usual_cap_w(cluster: ClusterSpec) -> int:
     """Return the power cap of devices without other information: that of their datasheet."""
     return 0 if cluster.device.vendor == "cpu" else round(cluster.device.tdp_w)
 

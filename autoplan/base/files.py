@@ -356,7 +356,7 @@ def write_text(path: Path, text: str, *, force: bool = False, executable: bool =
         stream.write(data)
 
 
-def check_folder(path: Path, *, force: bool) -> None:
+def _check_folder(path: Path, *, force: bool) -> None:
     """Raise an error if `path` exists and is no folder, or is a folder with content and `force` is not set."""
     with refused_writes(path):
         if path.is_dir():
@@ -377,7 +377,7 @@ def write_folder(path: Path, texts: dict[str, tuple[str, bool]], *, force: bool 
             raise InputError(f"{name!r} is no name of a file")
     if texts and not force and all(_holds(path / name, text.encode()) for name, (text, _) in texts.items()):
         return
-    check_folder(path, force=force)
+    _check_folder(path, force=force)
     for name in texts:
         if (path / name).is_dir():
             raise InputError(f"{path / name} is a folder: choose another name for its own")

@@ -143,7 +143,7 @@ def _first_host(nodes: str) -> str:
         raise InputError(f"SLURM_STEP_NODELIST {nodes!r} names no host: pass MASTER_ADDR=<host of rank 0> on") from None
 
 
-def local_places(num_ranks: int, meeting_file: Path) -> list[RankPlace]:
+def _local_places(num_ranks: int, meeting_file: Path) -> list[RankPlace]:
     """Return the places of ranks that all run here and use a file for the rendezvous."""
     url = f"file://{meeting_file}"
     return [RankPlace(rank=rank, num_ranks=num_ranks, local_rank=rank, meeting_point=url) for rank in range(num_ranks)]
@@ -211,7 +211,7 @@ class Children:
         places = (
             [self._place]
             if self._place
-            else local_places(self._num_ranks, Path(self._folder) / f"meeting-{self._starts}")
+            else _local_places(self._num_ranks, Path(self._folder) / f"meeting-{self._starts}")
         )
         context = _server(self._preload)
         for place in places:

@@ -24,7 +24,7 @@ def print_health(console: Console, health: CheckedHealth) -> None:
     columns += [("cluster file", True), ("reached", True)] if has_described else []
     print_table(console, columns, [_cells(rate)[: len(columns)] for rate in health.rates], keep=4)
     for slow in health.slow[:MAX_SLOW]:
-        console.print(f"slow: {slow_words(slow)}", soft_wrap=True)
+        console.print(f"slow: {_slow_words(slow)}", soft_wrap=True)
     if len(health.slow) > MAX_SLOW:
         console.print(f"slow: {len(health.slow) - MAX_SLOW:,} more, see --json")
     if not health.slow:
@@ -54,7 +54,7 @@ def warnings_of(health: CheckedHealth) -> list[str]:
     return texts
 
 
-def slow_words(slow: SlowPart) -> str:
+def _slow_words(slow: SlowPart) -> str:
     """Describe a slow part, and how slow it is."""
     places = [f"device {device} of {host}" for host, device in zip(slow.hosts, slow.devices, strict=True)]
     share = f"{100 * slow.rate_share:.0f} % of the usual rate"

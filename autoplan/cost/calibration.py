@@ -109,7 +109,7 @@ class Linearised:
         log_steps = np.log(pricer.calibrated_s(at))
         self._errors = log_steps - np.log([run.step_s for run in runs])
         moved = [
-            with_factors(at, [name], log + _NUDGE) for name, log in zip(self.names, self._at[:, None], strict=True)
+            _with_factors(at, [name], log + _NUDGE) for name, log in zip(self.names, self._at[:, None], strict=True)
         ]
         slopes = [(np.log(pricer.calibrated_s(nudged)) - log_steps) / _NUDGE for nudged in moved]
         self._slopes = np.stack(slopes, axis=1)
@@ -142,7 +142,7 @@ class Linearised:
             before, change = change, -np.linalg.solve(curvature, slopes.T @ (weights * errors))
             if np.abs(change - before).max() < _SETTLED:
                 break
-        return with_factors(base, self.names, np.clip(prior + change, -np.log(MAX_FACTOR), np.log(MAX_FACTOR)))
+        return _with_factors(base, self.names, np.clip(prior + change, -np.log(MAX_FACTOR), np.log(MAX_FACTOR)))
 
     def near(
         self,
@@ -167,7 +167,7 @@ class Linearised:
             changes.append(change)
         weights = np.exp(np.array(evidence) - max(evidence))
         logs += weights @ np.array(changes) / weights.sum()
-        return with_factors(base, self.names, np.clip(logs, -np.log(MAX_FACTOR), np.log(MAX_FACTOR)))
+        return _with_factors(base, self.names, np.clip(logs, -np.log(MAX_FACTOR), np.log(MAX_FACTOR)))
 
 
 def _likelier(errors: Floats, slopes: Floats, spread: Floats, prior: ClusterPrior) -> tuple[float, Floats]:
@@ -229,7 +229,7 @@ def _solved(base: Calibration, names: Sequence[str], improve: Callable[[Calibrat
     return fitted
 
 
-def with_factors(base: Calibration, names: Sequence[str], logs: Floats) -> Calibration:
+def _with_factors(base: Calibration, names: Sequence[str], logs: Floats) -> Calibration:
     """Return `base` with the named factors set from their logarithms."""
     factors = {name: float(np.exp(value)) for name, value in zip(names, logs, strict=True)}
     return replace(base, **factors)  # type: ignore[arg-type]

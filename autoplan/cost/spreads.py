@@ -90,7 +90,7 @@ def exposed_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
     return np.asarray(1.0 - add_up(terms_s[name] for name in UNEXPOSED) / step_s)
 
 
-def traffic_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
+def _traffic_shares(terms_s: Mapping[str, Floats], step_s: Floats) -> Floats:
     """Return the share of every step spent waiting for links."""
     return np.asarray(add_up(terms_s[name] for name in TRAFFIC_TERMS) / step_s)
 
@@ -233,7 +233,7 @@ class Familiarity(Rows):
 
     def equipment(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
         """Variances of devices and links on both sides: a slow link costs more of a step than a fast one saves."""
-        shares, reach = traffic_shares(terms_s, step_s), NORMAL_90 * np.sqrt(self.links)
+        shares, reach = _traffic_shares(terms_s, step_s), NORMAL_90 * np.sqrt(self.links)
         faster, slower = (np.log1p(shares * np.expm1(sign * reach)) / NORMAL_90 for sign in (-1.0, 1.0))
         return Sides(self.machine + faster**2, self.machine + slower**2)
 

@@ -57,7 +57,7 @@ class Pipeline:
     pipeline_s: float  # estimated time until the end of the last backward pass
     send_s: float  # part added by messages
     alive_bytes: Floats  # activations of one micro-batch, by chunk
-    levels: Mapping[str, Floats]  # memory besides activations (`memory_levels`)
+    levels: Mapping[str, Floats]  # memory besides activations (`_memory_levels`)
     end_s: Mapping[str, Floats]  # total gradient reduction and parameter gather, exposed or hidden
 
     @property
@@ -101,7 +101,7 @@ def pipeline_of(
             of_chunks = pass_terms(layout.problem, layout.laid, row)
             passes |= {(kind, chunk): value for (kind, chunk), value in of_chunks.items() if chunks[chunk]}
             alive[chunks] = chunk_activation_bytes(layout.problem, layout.laid.batch)[row, chunks]
-            for name, value in memory_levels(layout.problem, layout.laid.memory, row).items():
+            for name, value in _memory_levels(layout.problem, layout.laid.memory, row).items():
                 levels[name][is_on_part] = value[is_on_part]
     end_s = zip(HIDING, collectives_s(pipelines), strict=True)
     return Pipeline(
@@ -328,7 +328,7 @@ def _beside(terms: Mapping[str, float], last_s: float, end_s: Mapping[str, float
 # -- memory -----------------------------------------------------------------------------------------------------------
 
 
-def memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, Floats]:
+def _memory_levels(problem: Problem, memory: StageMemory, at: int) -> dict[str, Floats]:
     """Bytes of every stage besides activations during "forward", "backward" and "update", and peak "activations".
 
     Between passes the level is that of a forward pass.  The maximum is the estimate's need of the device.  `at` is the

@@ -14,7 +14,7 @@ from autoplan.launch.start import NodeRange, Start
 from autoplan.spec.plan_file import PlanFile
 
 
-def torchrun_files(start: Start) -> tuple[File, ...]:
+def _torchrun_files(start: Start) -> tuple[File, ...]:
     """Return the node script, which the user starts on every node."""
     where = ""
     if start.num_nodes > 1:
@@ -24,7 +24,7 @@ def torchrun_files(start: Start) -> tuple[File, ...]:
 
 
 _FILES: dict[Launcher, Callable[[Start], tuple[File, ...]]] = {
-    "torchrun": torchrun_files,
+    "torchrun": _torchrun_files,
     "slurm": slurm_files,
     "mpirun": mpirun_files,
     "trainjob": trainjob_files,

@@ -121,13 +121,13 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     if file.rests_on:
         yield "based on", sources_text(file.rests_on)
     if file.listed_step_s is not None:
-        yield "nodes", placement_line(file.hosts, file.listed_step_s, best.step_s)
+        yield "nodes", _placement_line(file.hosts, file.listed_step_s, best.step_s)
     if file.certificate:
         yield "proof", proof_line(file.certificate)
         if file.choice and file.choice.runner_up:
             yield "next best", next_best_line(file.choice, file.certificate, best.plan)
     if file.allowances:
-        yield "--allow", "; ".join(map(allowance_text, file.allowances[:SHOWN_ALLOWANCES]))
+        yield "--allow", "; ".join(map(_allowance_text, file.allowances[:SHOWN_ALLOWANCES]))
 
 
 def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
@@ -179,7 +179,7 @@ def input_text(file: PlanFile | MixedPlanFile) -> str:
     )
 
 
-def allowance_text(allowance: Allowance) -> str:
+def _allowance_text(allowance: Allowance) -> str:
     """Describe the gain of an option that changes the numerics of training."""
     freed = allowance.freed_bytes
     gain = [slower(allowance.ratio - 1.0)] if abs(allowance.ratio - 1.0) >= MIN_OFF else []
@@ -238,7 +238,7 @@ def _at_least_shown(share: float) -> str:
     return format_percent(max(share, MIN_OFF))
 
 
-def searched_line(certificate: Certificate) -> str:
+def _searched_line(certificate: Certificate) -> str:
     """Return a sentence on the number of priced plans, and what is known of the others."""
     least, margin = certificate.least_left, certificate.margin
     others_text = "do not fit in memory" if least is None else f"are at least {format_percent(least - 1)} slower"
@@ -300,11 +300,11 @@ def detail_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     yield "MFU", mfu_convention(file)
     if (choice := file.choice) and choice.runner_up:
         yield "why", why_first(file.best, choice.runner_up, keeps_today=file.today is not None)
-    if fastest := fastest_of(file):
+    if fastest := _fastest_of(file):
         gain = risk_text(file.best.s_per_sequence / fastest.s_per_sequence - 1.0)
         yield "fastest", f"{fastest.plan.describe()}: {gain} faster, {reasons(fastest, file.best)}"
     if file.certificate:
-        yield "searched", searched_line(file.certificate)
+        yield "searched", _searched_line(file.certificate)
         yield "space", "; ".join(file.certificate.limits)
 
 
@@ -326,7 +326,7 @@ def mfu_convention(file: PlanFile) -> str:
     return f"Megatron model FLOPs over the {name} {peak_name}, {format_flops(peak)}"
 
 
-def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: float) -> str:
+def _placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: float) -> str:
     """Describe the leaf switches above the stages, and the gain from the order of the nodes."""
     below: dict[str, set[int]] = {}
     for host in hosts:
@@ -337,7 +337,7 @@ def placement_line(hosts: Sequence[HostRanks], listed_step_s: float, step_s: flo
     return f"{gain} faster than in the listed order of the nodes; {', '.join((*shown[:SHOWN_SWITCHES], *more))}"
 
 
-def fastest_of(file: PlanFile) -> RankedPlan | None:
+def _fastest_of(file: PlanFile) -> RankedPlan | None:
     """Return the fastest plan if the best one is a simpler one that is about as fast."""
     if file.certificate is None or file.certificate.slower_than_fastest is None:
         return None

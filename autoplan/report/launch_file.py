@@ -39,7 +39,7 @@ def print_launch(
     kernels = f"{training.precision}, {training.attention} attention{optimizer_text(training)}"
     count, samples = plan.num_microbatches, "sequences" if training.preference is None else "pairs"
     lines: list[tuple[str, Cell]] = [
-        ("model", f"{model.name}: {model_line(model)}"),
+        ("model", f"{model.name}: {_model_line(model)}"),
         ("training", f"{training.seq_len:,} tokens, {kernels}"),
         *training_lines(model, training),
         ("plan", bold(plan.describe())),
@@ -71,7 +71,7 @@ def _print_names(console: Console, rows: Sequence[tuple[str, str, str]]) -> None
         print_part(console, f"{options}: {reason}")
 
 
-def model_line(model: ModelSpec) -> str:
+def _model_line(model: ModelSpec) -> str:
     """Return the main numbers of a model."""
     heads = f"{model.num_heads} heads"
     if model.mla:

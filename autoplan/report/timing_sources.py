@@ -121,7 +121,7 @@ def record_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
     for key in dict.fromkeys(keys):
         if facts := sources.records.get(key):
             yield (
-                *(key, facts.host, facts.measured_at[:10], age_words(facts), facts.measured_by, facts.other_load),
+                *(key, facts.host, facts.measured_at[:10], _age_words(facts), facts.measured_by, facts.other_load),
                 "" if facts.spread is None else format_percent(facts.spread),
                 *(facts.torch, facts.collectives, facts.driver),
             )
@@ -132,7 +132,7 @@ def _within(spread: float) -> str:
     return f"+-{100 * math.expm1(NORMAL_90 * spread):.1f} %"
 
 
-def age_words(facts: RecordFacts) -> str:
+def _age_words(facts: RecordFacts) -> str:
     """Return the age of a record in days."""
     return "" if facts.age_days is None else f"{max(facts.age_days, 0.0):,.0f} d"
 

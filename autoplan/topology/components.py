@@ -53,7 +53,7 @@ class Link:
         return replace(self, share=share, sustained_bytes_per_s=share * self.sustained_bytes_per_s)
 
 
-def nics_of_node(cluster: ClusterSpec) -> tuple[int, float]:
+def _nics_of_node(cluster: ClusterSpec) -> tuple[int, float]:
     """Return (number of NICs per node, nominal bytes/s of each); a fraction of a NIC counts as one with that rate."""
     nominal = cluster.network.nics_per_device * cluster.devices_per_node
     count = max(1, round(nominal))
@@ -83,7 +83,7 @@ def node_graph(cluster: ClusterSpec, faults: Faults = ()) -> Graph:
     behind: list[Hashable] = (
         [("device", at) for at in range(cluster.devices_per_node)] if cluster.host.nics_on_devices else hubs
     )
-    num_nics, rate = nics_of_node(cluster)
+    num_nics, rate = _nics_of_node(cluster)
     bus = Link(kind="pcie", bytes_per_s=rate, sustained_bytes_per_s=rate)  # as fast as the NIC
     for at in range(num_nics):
         nic = add_component(graph, ("nic", at), Component(kind="nic", name="NIC", share=shares.get(("nic", at), 1.0)))
@@ -164,12 +164,12 @@ def _host_link(cluster: ClusterSpec, kind: str, below: int, most_bytes_per_s: fl
 
 def num_rails(cluster: ClusterSpec) -> int:
     """Number of switches that the NICs of a node connect to: one per NIC in a rail-optimised fabric."""
-    return nics_of_node(cluster)[0] if cluster.network.rail_optimised and cluster.network.tiers else 1
+    return _nics_of_node(cluster)[0] if cluster.network.rail_optimised and cluster.network.tiers else 1
 
 
 def nic_link(cluster: ClusterSpec, share: float = 1.0) -> Link:
     """Link from a NIC to its switch, with half of the latency between two nodes."""
-    network, (_, rate) = cluster.network, nics_of_node(cluster)
+    network, (_, rate) = cluster.network, _nics_of_node(cluster)
     link = Link(
         kind=network.kind,
         bytes_per_s=rate,
@@ -185,7 +185,7 @@ def uplink(cluster: ClusterSpec, tier: int, num_nodes: int, rails: int, share: f
 
     On an oversubscribed switch the job's nodes get their share when all of its ports are busy.
     """
-    network, (num_nics, rate) = cluster.network, nics_of_node(cluster)
+    network, (num_nics, rate) = cluster.network, _nics_of_node(cluster)
     over = math.prod(inner_tier.oversubscription for inner_tier in network.tiers[: tier + 1])
     total = num_nodes * num_nics * rate / rails / over
     link = Link(

@@ -262,7 +262,7 @@ class FirstStage(Rows):
         return self.ends_share + (1.0 - self.ends_share) / _chunks(batch)
 
 
-def update_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Floats) -> Floats:
+def _update_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Floats) -> Floats:
     """Optimizer time on a device that updates `updated` parameters and has gradients of `trained` ones."""
     moved = update_moved_bytes(problem, batch)
     update = memory_bound_s(problem, moved * updated)
@@ -287,6 +287,6 @@ def optimizer_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Fl
     # weights.
     sent = np.where(parameters_on_host(batch), 0.0, grad_bytes(problem, batch) + problem.training.element_bytes)
     on_host = updated * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
-    on_device = update_s(problem, batch, updated, trained) + orthogonalise_s(problem, batch, updated)
+    on_device = _update_s(problem, batch, updated, trained) + orthogonalise_s(problem, batch, updated)
     share = share_on_host(batch)
     return np.maximum(share * on_host, (1.0 - share) * on_device)

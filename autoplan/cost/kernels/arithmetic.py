@@ -157,7 +157,7 @@ def model_flops_per_token(
     forward += 2 * _weights_at_ends(model)
     if finetuning is not None and not finetuning.trains(HEAD):
         spared += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
-    encoding = encoder_flops_per_token(model, seq_len)
+    encoding = _encoder_flops_per_token(model, seq_len)
     forward += encoding
     if finetuning is not None and not finetuning.trains(ENCODER):
         spared += 2 * encoding  # nothing before it is trained, so it has no backward pass
@@ -191,7 +191,7 @@ def _core_flops_per_token(model: ModelSpec, block: Block, seq_len: float) -> flo
     return flops
 
 
-def encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
+def _encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
     """Forward operations for the images of a sample, per token of text and images together."""
     encoder = model.any_encoder
     if encoder is None:

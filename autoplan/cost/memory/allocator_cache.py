@@ -44,7 +44,7 @@ def cached_bytes(
     tensors = _kept_tensors(problem, batch, blocks, passes)
     gradients, table = _unfit_gradients(problem, batch, blocks, tensors)
     gathered = _unfit_gather(problem, batch, blocks, parameters, group, [*tensors, table])
-    return gradients + unreduced_bytes(problem, batch, passes), gathered
+    return gradients + _unreduced_bytes(problem, batch, passes), gathered
 
 
 def _layers(model: ModelSpec, blocks: StageBlocks) -> Floats:
@@ -56,7 +56,7 @@ def _in_flight(batch: PlanBatch, stages: int) -> Floats:
     return in_flight_chunks(stages, batch.vp, batch.num_microbatches, gpipe=gpipe) / batch.vp[:, None]
 
 
-def unreduced_bytes(problem: Problem, batch: PlanBatch, passes: Floats) -> Floats:
+def _unreduced_bytes(problem: Problem, batch: PlanBatch, passes: Floats) -> Floats:
     """Full-width outputs that tensor-parallel ranks have freed before the device has run their reduce-scatter.
 
     The host launches some layers ahead of the device: in the forward passes in flight (`passes`) and, with several

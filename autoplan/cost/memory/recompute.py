@@ -52,7 +52,7 @@ def stores_scores(problem: Problem) -> bool:
     return not problem.fuses_attention
 
 
-def input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+def _input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes per element of a GEMM input stored for the weight gradient, quantised if GEMMs are.
 
     Queries, keys, values and residuals stay in 16 bits (Transformer Engine; `modelling` B2).
@@ -77,7 +77,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     norm = normed + np.where(batch.dropout, 1.0, 0.0)  # one byte for a mask
     parts = _parts_behind_norm(problem, batch, block, shape)
     # The norm's output is the input of the first GEMM.
-    output, always_kept = input_bytes(problem, batch) * sliced, (norm - element) * sliced
+    output, always_kept = _input_bytes(problem, batch) * sliced, (norm - element) * sliced
     if reads_others_norm or not any(shape.keeps_input(name) for name in NORMED):
         output = 0.0 * output
     added = sum(linear.out_size for linear in shape.linears if linear.name.startswith(ADDED))
@@ -274,7 +274,7 @@ def _attention_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
     """Bytes per element of the attention output: the kernel stores it, and a quantised GEMM after it stores a copy."""
-    copy, stored = input_bytes(problem, batch), _attention_bytes(problem, batch)
+    copy, stored = _input_bytes(problem, batch), _attention_bytes(problem, batch)
     if not shape.keeps_input("out"):
         return stored
     return stored + np.where(copy < problem.training.element_bytes, copy, 0.0)
@@ -291,7 +291,7 @@ def bytes_per_width(
     model, is_fused, element = problem.model, problem.framework.kernels.fused_activation, problem.training.element_bytes
     tensors = min(model.activation_tensors, 1) if is_fused else model.activation_tensors
     stored = np.where(batch.fp8_activation_input & ~np.asarray(is_checkpointed), NARROW_BYTES["fp8"], element)
-    copy = input_bytes(problem, batch)
+    copy = _input_bytes(problem, batch)
     if model.gated_mlp:
         tensors = 2 if is_fused else 2 + tensors
     elif not tensors:  # what it keeps is the input of fc2
@@ -303,7 +303,7 @@ def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     """Bytes by part of router, permuted inputs, experts and shared expert."""
     model, moe = problem.model, problem.model.moe
     assert moe is not None
-    narrow = input_bytes(problem, batch)
+    narrow = _input_bytes(problem, batch)
     routed = rank_expert_tokens(problem, batch)
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs, gates = _routed_bytes(problem, batch, shape)
@@ -382,7 +382,7 @@ def _routed_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tupl
     is_checkpointed = batch.repeats(RecomputeModule.MOE_ACT)
     gates = bytes_per_width(problem, batch, keeps_input=False, is_checkpointed=is_checkpointed)
     inputs = (
-        input_bytes(problem, batch) * shape.keeps_input("expert_fc1") * (moe.latent_size or problem.model.hidden_size)
+        _input_bytes(problem, batch) * shape.keeps_input("expert_fc1") * (moe.latent_size or problem.model.hidden_size)
     )
     return routed * inputs, routed * gates * moe.expert_ffn_size / batch.etp
 

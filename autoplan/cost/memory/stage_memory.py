@@ -134,7 +134,7 @@ def wgrad_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) 
     return total[:, None] + blocks.at_last(head)
 
 
-def graph_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
+def _graph_buffer_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Floats:
     """Bytes of the static input and output-gradient buffers of block-level CUDA graphs: (plans, stages).
 
     The graphs keep both buffers of every block permanently: 4.3 GiB for the 52 blocks of Nemotron 3 Nano at 8,192
@@ -233,7 +233,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         "logits": logits,
         "transients": transients if framework.memory.keeps_logits else np.maximum(transients - logits, 0.0),
         "wgrad_buffers": wgrad_buffer_bytes(problem, batch, blocks),
-        "graphs": graph_buffer_bytes(problem, batch, blocks),
+        "graphs": _graph_buffer_bytes(problem, batch, blocks),
     }
     needed = terms["activations"] + logits + terms["transients"]
     terms["gathered"] = gathered_bytes(problem, batch, parameters, groups, needed, logits, transients)

@@ -29,7 +29,7 @@ TIMED: tuple[Provenance, ...] = ("measured", "disturbed", "interpolated", "scale
 def sources(content: PlanContent) -> Markup:
     """Return the shares of the step by kind of source, and the sources."""
     file = content.file
-    return sources_section(
+    return _sources_section(
         file,
         [("", file.cluster, file.calibration)],
         _summary(content),
@@ -46,10 +46,10 @@ def mixed_sources(content: MixedContent) -> Markup:
     file = content.file
     parts = zip(file.cluster.part_names, file.cluster.parts, file.calibrations, strict=True)
     summary = "Nothing was measured on this cluster: the step time is based on published measurements of its parts."
-    return sources_section(file, [*parts], summary)
+    return _sources_section(file, [*parts], summary)
 
 
-def sources_section(
+def _sources_section(
     file: PlanFile | MixedPlanFile, parts: Sequence[tuple[str, ClusterSpec, Calibration]], summary: str, *shares: Child
 ) -> Markup:
     """Return the section: shares of the step, then the sources of every part (name, cluster, calibration)."""

@@ -29,14 +29,14 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
 COLOURS = {term: kind for kind, (_, terms) in KINDS.items() for term in terms}
 
 
-def kind_seconds(terms_s: Mapping[str, float]) -> dict[str, float]:
+def _kind_seconds(terms_s: Mapping[str, float]) -> dict[str, float]:
     """Sum the terms of a step, or of a stage, by kind."""
     return {kind: sum(terms_s.get(term, 0.0) for term in terms) for kind, (_, terms) in KINDS.items()}
 
 
 def kind_segments(terms_s: Mapping[str, float], whole_s: float) -> Iterator[Segment]:
     """Yield the segments of a bar of the kinds of time; `whole_s` is its full width."""
-    for kind, seconds in kind_seconds(terms_s).items():
+    for kind, seconds in _kind_seconds(terms_s).items():
         yield Segment(name=KINDS[kind][0], colour=kind, share=seconds / whole_s, text=format_seconds(seconds))
 
 
@@ -62,7 +62,7 @@ def times(content: Content) -> Markup:
 
 
 def _summary(terms_s: Mapping[str, float], step_s: float) -> str:
-    kinds = sorted(kind_seconds(terms_s).items(), key=lambda item: -item[1])
+    kinds = sorted(_kind_seconds(terms_s).items(), key=lambda item: -item[1])
     (first, first_s), *next_two = kinds[:3]
     further = ", ".join(f"{format_percent(value / step_s)} {KINDS[kind][0]}" for kind, value in next_two if value > 0)
     return f"{format_percent(first_s / step_s)} of a step is {KINDS[first][0]}{f', {further}' if further else ''}."
