@@ -431,6 +431,25 @@ def test_timers_of_megatron_tell_parts_of_a_step(form: str) -> None:
     assert leasts == pytest.approx({name: 0.9 * seconds for name, seconds in parts.items()} if "(" in form else {})
 
 
+def test_argonnes_fields_of_megatron_deepspeed_are_read_and_timers_of_steps_that_warm_up_are_not() -> None:
+    """Lines as in the notes of argonne-lcf/Megatron-DeepSpeed: 30 and 8 s of warm-up, then 7.1 s."""
+    lines = []
+    for step, (step_ms, work_ms) in enumerate(
+        [(29570.0, 26095.09), (8457.2, 8385.57), (7136.5, 7079.28), (7147.0, 7092.56)]
+    ):
+        lines += [
+            f"[2024-09-16 22:59:19.287338][INFO][training_log:661] -  iteration={step + 1:8d}/  635782 | "
+            f"consumed_samples={768 * (step + 1):12d} | elapsed_time_per_iteration_ms={step_ms} | "
+            "global_batch_size=768 | lm loss=11.167250 | actual_seqlen= 4096 | samples_per_second=25.972 |",
+            "(min, max) time across ranks (ms):",
+            f"  forward-backward ...............................: ({work_ms - 1}, {work_ms})",
+        ]
+    run = read(lines, Batch(num_sequences=768, seq_len=4096, num_devices=24))
+    assert (run.framework, run.step_s) == ("Megatron-LM", pytest.approx((7.1365, 7.147)))
+    assert run.losses[-1] == 11.16725
+    assert run.timers_s["forward-backward"]["most"] == pytest.approx(7.08592)
+
+
 def test_timers_of_megatron_tell_every_rank_its_own() -> None:
     lines = []
     for at in range(1, 6):
@@ -438,7 +457,7 @@ def test_timers_of_megatron_tell_every_rank_its_own() -> None:
         lines += ["  forward-backward:", "     rank  0: 1500.00", f"     rank  1: {1600 + at}.00", "  optimizer:"]
         lines += ["     rank  0: 20.50", "     rank  1: 20.25", "iteration", "     rank  2: 1.00"]
     assert read(lines).timers_s == {
-        "forward-backward": {"rank 0": 1.5, "rank 1": pytest.approx(1.603)},
+        "forward-backward": {"rank 0": 1.5, "rank 1": pytest.approx(1.604)},
         "optimizer": {"rank 0": pytest.approx(0.0205), "rank 1": pytest.approx(0.02025)},
     }
 

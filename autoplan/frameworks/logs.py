@@ -181,7 +181,7 @@ class LogReader:
             allocated_bytes=dialect.allocated_bytes,
             reserved_bytes=dialect.reserved_bytes,
             timers_s={
-                name: {whose: float(median(times)) for whose, times in times_of.items()}
+                name: {whose: float(median(list(times)[self._warmup :] or times)) for whose, times in times_of.items()}
                 for name, times_of in dialect.timers.items()
             },
         )

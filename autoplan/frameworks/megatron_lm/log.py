@@ -2,9 +2,10 @@
 
 `training_log` in megatron/training/training.py at d98e8a6 (2026-08), core_v0.15.0, core_v0.8.0 (from which on a line
 begins with a timestamp) and megatron/training.py at v2.5 and v2.0: always the same fields between bars.  Some forks
-write seconds or more blanks (Megatron-DeepSpeed, ModelLink).  The batch is that of the last step before the line;
-Megatron-DeepSpeed adds the current sequence length of its curriculum.  The time is the mean since the last such line;
-its timer, `interval-time` in `train`, is stopped during evaluation and checkpointing.
+write seconds or more blanks (Megatron-DeepSpeed, ModelLink), Argonne's Megatron-DeepSpeed `name_of_field=value`.  The
+batch is that of the last step before the line; Megatron-DeepSpeed adds the current sequence length of its curriculum.
+The time is the mean since the last such line; its timer, `interval-time` in `train`, is stopped during evaluation and
+checkpointing.
 Memory: `report_memory` in megatron/training/utils/common_utils.py, in MiB.  Evaluation:
 `evaluate_and_print_results`; checkpoints: `save_checkpoint` in megatron/training/checkpointing.py.  Timers, means per
 step since the last line, over the ranks or of each (`--timing-log-option`): `Timers` in megatron/core/timers.py at
@@ -19,11 +20,11 @@ from collections.abc import Mapping
 from autoplan.base.units import MIB
 from autoplan.frameworks.common.log_lines import LEAST, MOST, LineContent, LogFormat, number, quantity
 
-_STEP = re.compile(r"\biteration\s{1,12}(\d{1,12})/\s{0,12}\d{1,12} \|")
-_TIME = re.compile(r"elapsed time per iteration \((m?s)\): {1,12}([0-9.eE+-]{1,30})")
-_BATCH = re.compile(r"\bglobal batch size: {1,12}(\d{1,12})\b")
-_LENGTH = re.compile(r"\b(?:curriculum|actual) seqlen: {1,12}(\d{1,12})\b")
-_LOSS = re.compile(r"\blm loss: {1,12}([0-9.eE+-]{1,30})")
+_STEP = re.compile(r"\biteration(?:\s|=)\s{0,12}(\d{1,12})/\s{0,12}\d{1,12} \|")
+_TIME = re.compile(r"elapsed[ _]time[ _]per[ _]iteration[ _]\(?(m?s)\)?[:=] {0,12}([0-9.eE+-]{1,30})")
+_BATCH = re.compile(r"\bglobal[ _]batch[ _]size[:=] {0,12}(\d{1,12})\b")
+_LENGTH = re.compile(r"\b(?:curriculum|actual)[ _]seqlen[:=] {0,12}(\d{1,12})\b")
+_LOSS = re.compile(r"\blm loss[:=] {0,12}([0-9.eE+-]{1,30})")
 _MEMORY = re.compile(r"memory \(MB\) \|.{0,60}max allocated: ([0-9.]{1,30}) \|.{0,60}max reserved: ([0-9.]{1,30})")
 
 _TIMER = re.compile(r" {1,12}([a-z/-]{1,60}) \.{2,48}: (?:\(([0-9.]{1,20}), )?([0-9.]{1,20})\)?")
@@ -56,7 +57,7 @@ def _timers(name: str, times_ms: Mapping[str, str | None]) -> LineContent | None
 
 
 def _content(line: str) -> LineContent | None:
-    if "elapsed time per iteration" in line:
+    if "elapsed time per iteration" in line or "elapsed_time_per_iteration_ms=" in line:
         step, time = _STEP.search(line), _TIME.search(line)
         step_s = quantity(time[2], 1e-3 if time[1] == "ms" else 1.0) if time else None
         if step is None or step_s is None:
