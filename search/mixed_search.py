@@ -217,7 +217,8 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
         kinds = ways.kinds
         # Experts are whole or split like other matrices, which is the same if these are whole.
         split = np.where(kinds.tp == 1, -1, kinds.etp > 1)
-        of_replicas = [kinds.pp, kinds.vp > 1, kinds.micro_batch] if space.equal.replicas else []
+        of_replicas = [kinds.pp, kinds.vp > 1] if space.equal.replicas else []
+        of_replicas += [kinds.micro_batch] if space.equal.batches else []
         of_replicas += [kinds.tp] if space.equal.tp else []
         axes = np.stack([*(getattr(kinds, name) for name in _SHARED), *of_replicas, split], axis=1)
         order = np.lexsort([-ways.most_rate, -_done(ways, about_s, slice(None), ways.most_rate)])

@@ -21,8 +21,8 @@ class Equal:
     """What a framework needs to be equal in a plan to start it."""
 
     tp: bool = False  # the tensor-parallel degree of all stages
-    replicas: bool = False  # the layers, virtual stages and micro-batch sizes of all replicas
-    batches: bool = False  # their numbers of micro-batches too
+    replicas: bool = False  # the layers and virtual stages of all replicas
+    batches: bool = False  # their sizes and numbers of micro-batches too
 
 
 NOTHING_EQUAL = Equal()

@@ -78,10 +78,12 @@ def test_ranks_that_share_weights_never_hold_all_of_them() -> None:
 
 def test_replicas_with_unlike_micro_batches_train_what_one_process_does() -> None:
     two = [plan_of(dp_shard=2, sharding=sharding) for sharding in ("none", "zero1")]
-    assert_alike([replace(task(plan), num_microbatches=(5, 3)) for plan in two])
+    assert_alike([replace(task(plan), micro_batches=((plan.micro_batch, 5), (plan.micro_batch, 3))) for plan in two])
+    # Micro-batches of one and of three sequences, of which one process trains the mean over sequences too.
+    assert_alike([replace(task(plan), micro_batches=((1, 2), (3, 2))) for plan in two])
     # Stages of three layers and of one, and a replica with thrice the micro-batches of the other.
     four = plan_of(dp_shard=2, pp=2, layers_per_chunk=(3, 1), sharding="zero1", rank_order="tp-cp-ep-pp-dp")
-    assert_alike([replace(task(four), num_microbatches=(6, 2))])
+    assert_alike([replace(task(four), micro_batches=((four.micro_batch, 6), (four.micro_batch, 2)))])
 
 
 def killed_in_the_middle(number: signal.Signals, limit_s: float) -> str:

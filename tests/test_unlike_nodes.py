@@ -53,14 +53,14 @@ def test_ranks_of_a_stage_stand_together_so_that_parts_follow_one_another(proble
     assert (started.plan.tp, started.plan.pp, started.plan.dp) == (2, 3, 4)
     assert started.plan.layers_per_chunk == (2, 3, 7)
     assert started.plan.rank_order == RankOrder.DP_BEFORE_PP
-    assert started.num_microbatches == ()
+    assert started.micro_batches == ()
 
 
 def test_ranks_of_unlike_replicas_stand_together(problem: MixedProblem) -> None:
     plan = plan_of(kinds=(replicas(4, 9, (0, 2, 12)), replicas(8, 4, (1, 2, 12))))
     started = started_plan(problem, plan, unequal_batches=True)
     assert started.node_parts == (0, 1, 1)
-    assert started.num_microbatches == (9,) * 4 + (4,) * 8
+    assert started.micro_batches == ((1, 9),) * 4 + ((1, 4),) * 8
     deep = plan_of(kinds=(replicas(1, 9, (0, 4, 5), (0, 4, 7)), replicas(2, 4, (1, 4, 5), (1, 4, 7))))
     assert started_plan(problem, deep, unequal_batches=True).plan.rank_order == RankOrder.PP_BEFORE_DP
 

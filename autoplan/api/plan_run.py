@@ -126,7 +126,7 @@ def _task(
     limit_s: float,
     data: str | None,
     check: bool,
-    num_microbatches: tuple[int, ...] = (),
+    micro_batches: tuple[tuple[int, int], ...] = (),
 ) -> Task:
     return Task(
         model=problem.model,
@@ -138,7 +138,7 @@ def _task(
         data="synthetic" if (data or usual_data(problem.model)) == "synthetic" else "text",
         checks=check,
         limit_s=limit_s,
-        num_microbatches=num_microbatches,
+        micro_batches=micro_batches,
     )
 
 
@@ -185,7 +185,7 @@ def _mixed_run(file: MixedPlanFile, **task_options: Any) -> tuple[Task, Predicte
         terms_s=cost.terms_s,
         peak_bytes=max(float(estimate(part, batch).logged_memory_bytes[0]) for part in alike),
     )
-    return _task(problem, started.plan, num_microbatches=started.num_microbatches, **task_options), predicted
+    return _task(problem, started.plan, micro_batches=started.micro_batches, **task_options), predicted
 
 
 def _run_mixed(

@@ -13,11 +13,11 @@ from autoplan.spec.plan import ParallelPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedPlan:
-    """Plan of a mixed cluster as started: common degrees, parts of nodes, micro-batches where replicas differ."""
+    """Plan of a mixed cluster as started: common degrees, parts of nodes, micro-batches if replicas differ in them."""
 
     plan: ParallelPlan
     node_parts: tuple[int, ...]  # in the order of the ranks
-    num_microbatches: tuple[int, ...] = ()
+    micro_batches: tuple[tuple[int, int], ...] = ()  # (sequences, number) of each replica's
 
 
 def started_plan(
@@ -30,16 +30,16 @@ def started_plan(
     where the plan has that order, else those of a replica.  Raises InputError where replicas or degrees are too
     different, or where a node would hold ranks of two parts.
     """
-    counts = {kind.num_microbatches for kind in plan.kinds}
+    counts, sizes = ({getattr(kind, name) for kind in plan.kinds} for name in ("num_microbatches", "micro_batch"))
     if len(counts) > 1 and not unequal_batches:
         raise InputError(f"its replicas take {_listed(counts)} micro-batches per step")
+    if len(sizes) > 1 and not unequal_batches:
+        raise InputError(f"its micro-batches hold {_listed(sizes)} sequences")
     if len({kind.layers_per_chunk for kind in plan.kinds}) > 1 or len({kind.vp for kind in plan.kinds}) > 1:
         raise InputError("its replicas split the layers differently")
     degrees = {stage.tp for kind in plan.kinds for stage in kind.stages}
     if len(degrees) > 1 and not (unequal_tp and len(plan.kinds) == 1):
         raise InputError(f"its stages have the tensor-parallel degrees {_listed(degrees)}")
-    if len(sizes := {kind.micro_batch for kind in plan.kinds}) > 1:
-        raise InputError(f"its micro-batches hold {_listed(sizes)} sequences")
     if len({kind.state_share for kind in plan.kinds}) > 1:
         raise InputError("its replicas hold different shares of the optimizer states")
     tp = max(degrees)
@@ -52,8 +52,8 @@ def started_plan(
     return StartedPlan(
         plan=parallel,
         node_parts=_parts_of_nodes(problem, [stage.part for stage in places for _ in range(stage.tp * parallel.cp)]),
-        num_microbatches=tuple(kind.num_microbatches for kind in plan.kinds for _ in range(kind.count))
-        if len(counts) > 1
+        micro_batches=tuple((kind.micro_batch, kind.num_microbatches) for kind in plan.kinds for _ in range(kind.count))
+        if max(len(counts), len(sizes)) > 1
         else (),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,24 @@ def join(place: RankPlace, limit_s: float) -> torch.device:
 def meet(device: torch.device) -> None:
     """Wait for all ranks, with the device of each: by default NCCL guesses it from the rank."""
     dist.barrier(device_ids=None if device.type == "cpu" else [device.index])
+
+
+def moment(device: torch.device) -> float | torch.cuda.Event:
+    """Return this point in the work of a device, for `between`."""
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def between(first: float | torch.cuda.Event, last: float | torch.cuda.Event) -> float:
+    """Return the seconds between two moments whose work is done."""
+    if isinstance(first, float) or isinstance(last, float):
+        assert isinstance(first, float)
+        assert isinstance(last, float)
+        return last - first
+    return float(first.elapsed_time(last)) / 1e3
 
 
 def is_out_of_memory(error: BaseException) -> bool:

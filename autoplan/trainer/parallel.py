@@ -215,17 +215,20 @@ def passes(
     grid: Grid,
     device: torch.device,
     loss_of: Loss,
-    num_microbatches: Sequence[int] = (),
+    micro_batches: Sequence[tuple[int, int]] = (),
+    before_last: Callable[[], object] = lambda: None,
 ) -> Callable[[Tensor, Tensor], list[Tensor]]:
     """Return a function that runs both passes of a step for this replica's (inputs, targets) and returns the losses.
 
-    Gradients are means over the micro-batches of all replicas; `num_microbatches` are those per replica if they
-    differ.  Losses are those of the micro-batches; ranks without the head return none.
+    Gradients are means over the sequences of all replicas; `micro_batches` are (sequences, number) of each replica's if
+    they differ.  Losses are those of the micro-batches; ranks without the head return none.  Without stages,
+    `before_last` is called before the last micro-batch.
     """
-    counts = num_microbatches or (plan.num_microbatches,) * plan.dp
-    weight = plan.dp / sum(counts)  # weight of a micro-batch in the mean over replicas
+    pairs = micro_batches or ((plan.micro_batch, plan.num_microbatches),) * plan.dp
+    size, number = pairs[grid.dp_rank]
+    weight = plan.dp * size / sum(size * number for size, number in pairs)  # of a micro-batch in the mean over replicas
     if grid.pp is None:
-        return _accumulating(parts[0], plan, loss_of, weight)
+        return _accumulating(parts[0], plan, loss_of, weight, size, before_last)
     stages = [
         PipelineStage(part, at, plan.pp * plan.vp, device, group=grid.pp.get_group())
         for at, part in zip(chunks_of(plan, grid.pp_rank), parts, strict=True)
@@ -237,7 +240,7 @@ def passes(
 
     schedule = make_schedule(
         stages[0] if plan.schedule in _ONE_STAGE else stages,
-        counts[grid.dp_rank],
+        number,
         loss_fn=weighted,
         scale_grads=False,  # it would scale after the reduction, by this replica's number of micro-batches
     )
@@ -266,12 +269,19 @@ def announce(unit: nn.Module, plan: ParallelPlan, *, is_last: bool) -> None:
 
 
 def _accumulating(
-    part: nn.Module, plan: ParallelPlan, loss_of: Loss, weight: float
+    part: nn.Module,
+    plan: ParallelPlan,
+    loss_of: Loss,
+    weight: float,
+    micro_batch: int,
+    before_last: Callable[[], object],
 ) -> Callable[[Tensor, Tensor], list[Tensor]]:
     def run(inputs: Tensor, targets: Tensor) -> list[Tensor]:
         losses: list[Tensor] = []
-        pairs = list(zip(torch.split(inputs, plan.micro_batch), torch.split(targets, plan.micro_batch), strict=True))
+        pairs = list(zip(torch.split(inputs, micro_batch), torch.split(targets, micro_batch), strict=True))
         for at, (x, y) in enumerate(pairs):
+            if at == len(pairs) - 1:
+                before_last()
             announce(part, plan, is_last=at == len(pairs) - 1)
             loss = loss_of(part(x), y)
             torch.autograd.backward(weight * loss)

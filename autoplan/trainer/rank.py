@@ -6,11 +6,12 @@ import contextlib
 import faulthandler
 import gc
 import logging
+import math
 import os
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -109,12 +110,20 @@ def train(task: Task, rank: int, device: torch.device, line: Connection, nowhere
         step_s=step_s,
         passes_s=tuple(max(row[0].passes_s for row in rank_rows) for rank_rows in steps),
         optimizer_s=tuple(max(row[0].optimizer_s for row in rank_rows) for rank_rows in steps),
+        microbatch_s=_microbatch_s([ranks[at] for at in range(task.num_steps)] for ranks in by_rank),
         other_load=other_load(loads, sum(step_s), os.cpu_count() or 1) if device.type == "cpu" else None,
         clock_mhz=min(filter(None, clocks_mhz), default=None),
         peak_bytes=tuple(peaks),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         check=check,
     )
+
+
+def _microbatch_s(rows: Iterable[list[tuple[Times, float, float, float]]]) -> tuple[float, ...]:
+    """Return the median time of a micro-batch by rank; empty if a rank has none."""
+    by_rank = [[row[0].microbatch_s for row in steps] for steps in rows]
+    medians = [float(np.median([s for s in seconds if s is not None])) for seconds in by_rank if None not in seconds]
+    return tuple(medians) if len(medians) == len(by_rank) else ()
 
 
 def _trace(training: Training, task: Task, rank: int) -> None:
@@ -143,7 +152,7 @@ def _training(task: Task, device: torch.device) -> Training:
         device=device,
         dtype=task.dtype,
         seed=task.seed,
-        num_microbatches=task.num_microbatches,
+        micro_batches=task.micro_batches,
     )
 
 
@@ -222,9 +231,9 @@ def compared(task: Task, rank: int, device: torch.device) -> Deviation:
 
 def task_on_one_rank(task: Task) -> Task:
     """Return the task for one process."""
-    micro_batch = task.plan.micro_batch
+    micro_batch = math.gcd(task.plan.micro_batch, *(size for size, _ in task.micro_batches))
     plan = ParallelPlan(global_batch=task.global_batch, micro_batch=micro_batch, sharding=Sharding.NONE)
-    return replace(task, plan=plan, num_microbatches=())
+    return replace(task, plan=plan, micro_batches=())
 
 
 def trained_state(task: Task, device: torch.device) -> TrainedState:
@@ -239,7 +248,7 @@ def trained_state(task: Task, device: torch.device) -> TrainedState:
         lr=_SGD_LR,
         seed=task.seed,
         is_alone=task.plan.num_devices == 1,
-        num_microbatches=task.num_microbatches,
+        micro_batches=task.micro_batches,
     )
     losses = [training.step(sequences(task, step))[1] for step in range(CHECKED_STEPS)]
     return TrainedState(losses=losses, gradients=training.whole_gradients(), weights=training.whole_weights())

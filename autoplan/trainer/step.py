@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
-from autoplan.trainer.device import meet
+from autoplan.trainer.device import between, meet, moment
 from autoplan.trainer.parallel import ALONE, Grid, build, make_grid, passes
 from autoplan.trainer.transformer import Transformer, plain_name
 
@@ -28,6 +28,7 @@ class Times:
     step_s: float
     passes_s: float  # forward and backward, including waits
     optimizer_s: float
+    microbatch_s: float | None = None  # mean of all but the last; None for one, or with stages
 
 
 class Training:
@@ -35,7 +36,7 @@ class Training:
 
     Weights are fp32; matrix products use `dtype`.  `optimizer` is "adam", or "sgd" for comparisons: Adam hides
     gradients that are wrong by a factor (`closed-loop` 1, trap 2).  With `is_alone` the plan has one rank, which
-    does not synchronise with others.  `num_microbatches` are those per replica if they differ.
+    does not synchronise with others.  `micro_batches` are (sequences, number) of each replica's if they differ.
     """
 
     plan: ParallelPlan
@@ -53,17 +54,19 @@ class Training:
         lr: float = 1e-4,
         seed: int = 0,
         is_alone: bool = False,
-        num_microbatches: tuple[int, ...] = (),
+        micro_batches: tuple[tuple[int, int], ...] = (),
     ) -> None:
         self.plan, self.device, self._is_alone = plan, device, is_alone
         self.grid: Grid = ALONE if is_alone else make_grid(plan, device)
         self.parts: list[Transformer] = build(
             model, plan, self.grid, seq_len=seq_len, dtype=dtype, device=device, seed=seed
         )
-        counts = num_microbatches or (plan.num_microbatches,) * plan.dp
-        ends = [0, *accumulate(count * plan.micro_batch for count in counts)]
+        pairs = micro_batches or ((plan.micro_batch, plan.num_microbatches),) * plan.dp
+        ends = [0, *accumulate(size * number for size, number in pairs)]
         self._rows = slice(*ends[self.grid.dp_rank :][:2])
-        self._run = passes(self.parts, plan, self.grid, device, loss_of, num_microbatches)
+        self._size, self._number = pairs[self.grid.dp_rank]
+        self._last = moment(device)  # when the last micro-batch of a step began
+        self._run = passes(self.parts, plan, self.grid, device, loss_of, micro_batches, self._mark)
         weights = [weight for part in self.parts for weight in part.parameters()]
         if optimizer == "adam":
             self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(weights, lr=lr, fused=True)
@@ -81,22 +84,27 @@ class Training:
         """Train on the sequences of a step and return (times, loss)."""
         self.optimizer.zero_grad()
         self._wait()
-        began = time.perf_counter()
+        began, first = time.perf_counter(), moment(self.device)
         losses = self.backpropagate(tokens)
         self._synchronise()
         middle = time.perf_counter()
         self.optimizer.step()
         self._synchronise()
         end = time.perf_counter()
-        times = Times(step_s=end - began, passes_s=middle - began, optimizer_s=end - middle)
+        has_several = self.grid.pp is None and self._number > 1
+        microbatch_s = between(first, self._last) / (self._number - 1) if has_several else None
+        times = Times(step_s=end - began, passes_s=middle - began, optimizer_s=end - middle, microbatch_s=microbatch_s)
         return times, self._mean(losses)
 
+    def _mark(self) -> None:
+        self._last = moment(self.device)
+
     def _mean(self, losses: list[Tensor]) -> float:
-        """Return the mean over the micro-batches of all replicas, on every rank."""
+        """Return the mean over the sequences of all replicas, on every rank."""
         summed = torch.zeros(2, dtype=torch.float64, device=self.device)
         for loss in losses:
             value = (loss.full_tensor() if isinstance(loss, DTensor) else loss).detach()
-            summed += torch.tensor([float(value), 1.0], dtype=torch.float64, device=self.device)
+            summed += self._size * torch.tensor([float(value), 1.0], dtype=torch.float64, device=self.device)
         if not self._is_alone:
             dist.all_reduce(summed)
         return float(summed[0] / summed[1])

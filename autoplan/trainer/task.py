@@ -16,7 +16,7 @@ class Task:
     """Run to perform.  Weights are fp32; `dtype` is that of matrix products.
 
     With `checks` the same steps are also trained in one process, in fp32 and with SGD, and compared.
-    `num_microbatches` are those per replica if they differ.
+    `micro_batches` are (sequences, number) of each replica's micro-batches if they differ.
     """
 
     model: ModelSpec
@@ -31,12 +31,12 @@ class Task:
     limit_s: float = 300.0  # limit of a step, after which a rank counts as hung
     seed: int = 0
     trace_folder: str | None = None  # absolute path: every rank traces some more steps and writes the file there
-    num_microbatches: tuple[int, ...] = ()
+    micro_batches: tuple[tuple[int, int], ...] = ()
 
     @property
     def global_batch(self) -> int:
         """Sequences per step."""
-        return sum(self.num_microbatches) * self.plan.micro_batch or self.plan.global_batch
+        return sum(size * number for size, number in self.micro_batches) or self.plan.global_batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,7 @@ class TrainingReport:
     step_s: tuple[float, ...]  # times of the slowest rank
     passes_s: tuple[float, ...] = ()
     optimizer_s: tuple[float, ...] = ()
+    microbatch_s: tuple[float, ...] = ()  # by rank, of all but the last in which gradients are reduced; blank: too few
     other_load: float | None = None  # share of the worst host's cores used by other processes; only on CPUs
     clock_mhz: float | None = None  # of the slowest device after the last step; None if no driver tells
     peak_bytes: tuple[float, ...] = ()  # peak of each rank's tensors; empty if it was not tracked

@@ -88,7 +88,7 @@ class Target:
     other_limits: Mapping[str, tuple[Rule, ...]] = field(default_factory=dict)  # by version, where they are others
     # Says what of a fine-tuning it cannot express, as a noun, or nothing; None: it trains all weights.
     refused_tuning: Callable[[FineTuning], str] | None = None
-    unequal_batches: bool = False  # whether replicas may take unlike numbers of micro-batches
+    unequal_batches: bool = False  # whether replicas may have unlike micro-batches
     unequal_tp: tuple[str, ...] = ()  # versions in which stages may have unlike tensor-parallel degrees
     optimizers: tuple[OptimizerName, ...] = ("adam",)  # that it can be told to take
 

@@ -1,0 +1,213 @@
+"""Steps of plans for unlike ranks on this machine, beside those of an equal split: both run by `autoplan run`.
+
+usage: python benchmarks/unlike_ranks.py FOLDER [--steps N] [--rounds N] [--out FILE]
+
+Every case has ranks of which some are halved: after each pass through their layers, forward and backward, they spin for
+as much processor time as it took, so that other load slows all ranks alike (`SPIN`).  The search on a
+cluster of such parts finds a plan; the plan with the same stages and equal micro-batches and layers is its rival.  They
+run alternately, in rounds, and both are compared with one process before (`--check`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import autoplan
+from autoplan.api.plan_files import make_mixed_file
+from autoplan.api.results import MixedPlanResult
+from autoplan.base.files import write_text
+from autoplan.cost.mixed.estimate import estimate_mixed
+from autoplan.readers.cluster import load_cluster
+from autoplan.spec.mixed_problem import MixedPlan
+from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import even_chunks
+from autoplan.spec.started_plan import started_plan
+from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.mixed_cluster import MixedCluster
+
+# sitecustomize.py of halved ranks.
+SPIN = """
+import importlib.abc, importlib.util, sys, time
+
+def twice(function):
+    def spun(*arguments, **named):
+        began = time.thread_time()
+        result = function(*arguments, **named)
+        end = 2 * time.thread_time() - began
+        while time.thread_time() < end:
+            pass
+        return result
+    return spun
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "autoplan.trainer.step":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+        def patched(module):
+            execute(module)
+            import torch
+            torch.autograd.backward = twice(torch.autograd.backward)
+            module.Transformer.forward = twice(module.Transformer.forward)
+        spec.loader.exec_module = patched
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
+MODEL = ModelSpec(name="tiny", num_layers=6, hidden_size=192, vocab_size=512, num_heads=6, num_kv_heads=3, ffn_size=768)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Ranks at full speed and at half of it, and limits of the search."""
+
+    name: str
+    fast: int
+    slow: int
+    fix: tuple[str, ...]
+    global_batch: int
+
+
+CASES = (
+    Case(name="two replicas", fast=1, slow=1, fix=("pp=1",), global_batch=12),
+    Case(name="two stages", fast=1, slow=1, fix=("pp=2",), global_batch=12),
+    Case(name="four ranks, two stages", fast=2, slow=2, fix=("pp=2",), global_batch=24),
+    Case(name="four replicas", fast=2, slow=2, fix=("pp=1",), global_batch=24),
+)
+
+
+def part(count: int, name: str, speed: float) -> ClusterSpec:
+    """A processor of this many ranks and a part of its speed."""
+    cluster = load_cluster(f"cpu:1x{count}")
+    rates = {precision: speed * rate for precision, rate in cluster.device.peak_flops_per_s.items()}
+    bandwidth = speed * cluster.device.memory_bandwidth_bytes_per_s
+    device = replace(cluster.device, name=name, peak_flops_per_s=rates, memory_bandwidth_bytes_per_s=bandwidth)
+    return replace(cluster, name=name, device=device)
+
+
+def found(case: Case) -> MixedPlanResult:
+    """The plan that a search finds for the ranks of a case."""
+    cluster = MixedCluster(name=case.name, parts=(part(case.fast, "fast", 1.0), part(case.slow, "half", 0.5)))
+    return autoplan.search_mixed(
+        MODEL,
+        cluster=cluster,
+        global_batch=case.global_batch,
+        seq_len=128,
+        to="autoplan",
+        precision="fp32",
+        fix=[*case.fix, "tp=1", "micro_batch=1", "recompute=none", "sharding=none"],
+    )
+
+
+def equal_split(result: MixedPlanResult) -> MixedPlanResult:
+    """The plan with the same stages and equal micro-batches and layers."""
+    plan = result.best.plan
+    each = plan.global_batch // plan.num_replicas
+    kinds = []
+    for kind in plan.kinds:
+        layers = even_chunks(MODEL.num_layers, len(kind.stages))
+        stages = tuple(stage.with_layers(count) for stage, count in zip(kind.stages, layers, strict=True))
+        kinds.append(replace(kind, stages=stages, num_microbatches=each))
+    costs = estimate_mixed(result.problem, [MixedPlan(kinds=tuple(kinds), common=plan.common)])
+    return replace(result, file=make_mixed_file(result.problem, costs, None, command="a benchmark"))
+
+
+def run(path: Path, result: MixedPlanResult, steps: int) -> tuple[float, dict[str, float]]:
+    """Median step of a plan and its comparison with one process; ranks of the part `half` are slowed."""
+    result.save(path, force=True)
+    started = started_plan(result.problem, result.best.plan, unequal_batches=True)
+    nodes = [result.problem.cluster.parts[at] for at in started.node_parts]
+    parts = [node.name for node in nodes for _ in range(node.devices_per_node)]
+    command = [
+        "run",
+        str(path),
+        "--steps",
+        str(steps),
+        "--json",
+        "--check",
+        "--quiet",
+        "--out",
+        f"{path}.run",
+        "--force",
+    ]
+    port = str(20000 + os.getpid() % 20000)
+    ranks = []
+    for rank, name in enumerate(parts):
+        variables = {"RANK": str(rank), "WORLD_SIZE": str(len(parts)), "LOCAL_RANK": str(rank)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        if name == "half":
+            variables["PYTHONPATH"] = str(path.parent.absolute())
+        pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+        words = [sys.executable, "-m", "autoplan", *command]
+        ranks.append(subprocess.Popen(words, env=os.environ | variables, stdout=pipe))
+    printed, _ = ranks[0].communicate(timeout=900)
+    for process in ranks[1:]:
+        process.wait(60)
+    measured = json.loads(printed)["measured"]
+    return statistics.median(measured["step_s"]), dict(measured["check"])
+
+
+def lines(folder: Path, steps: int, rounds: int) -> list[str]:
+    """The table of all cases."""
+    rows = [
+        "| ranks | plan | predicted | measured | equal split | times as fast | deviation from one process |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in CASES:
+        plan = found(case)
+        rivals = {"plan": plan, "equal": equal_split(plan)}
+        measured: dict[str, list[float]] = {name: [] for name in rivals}
+        worst = 0.0
+        for _ in range(rounds):
+            for name, result in rivals.items():
+                step_s, check = run(folder / f"{name}.json", result, steps)
+                measured[name].append(step_s)
+                worst = max(worst, *(check[key] for key in ("loss", "gradients", "weights")))
+        step_s, equal_s = (statistics.median(measured[name]) for name in rivals)
+        predicted = rivals["equal"].best.step_s / plan.best.step_s
+        ratios = [equal / own for own, equal in zip(*measured.values(), strict=True)]
+        rows.append(
+            f"| {case.name} | {plan.described(plan.best)} | {predicted:.2f} times | {1000 * step_s:.0f} ms | "
+            f"{1000 * equal_s:.0f} ms | {equal_s / step_s:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {worst:.1e} |"
+        )
+        print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def main() -> None:
+    """Print the table, or write it to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    (arguments.folder / "sitecustomize.py").write_text(SPIN)
+    load = os.getloadavg()[0]
+    text = "\n".join(
+        [
+            "# Plans for unlike ranks, run",
+            "",
+            f"By `autoplan run` over gloo on {os.cpu_count()} cores beside a load of {load:.1f}; "
+            "halved ranks spin for as long as they compute.  Medians of "
+            f"{arguments.rounds} rounds of {arguments.steps} steps.",
+            "",
+            *lines(arguments.folder, arguments.steps, arguments.rounds),
+            "",
+        ]
+    )
+    print(text) if arguments.out is None else write_text(arguments.out, text, force=True)
+
+
+if __name__ == "__main__":
+    main()
