@@ -32,9 +32,9 @@ from autoplan.spec.started_plan import started_plan
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 
-# sitecustomize.py of halved ranks.
+# sitecustomize.py of the ranks: notes the processor time of every step, and halves the ranks with HALVED.
 SPIN = """
-import importlib.abc, importlib.util, sys, time
+import importlib.abc, importlib.util, os, sys, time
 
 def twice(function):
     def spun(*arguments, **named):
@@ -46,6 +46,15 @@ def twice(function):
         return result
     return spun
 
+def noted(function):
+    def timed(*arguments, **named):
+        began = time.thread_time()
+        result = function(*arguments, **named)
+        with open(os.environ["NOTES"], "a") as notes:
+            print(time.thread_time() - began, file=notes)
+        return result
+    return timed
+
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name != "autoplan.trainer.step":
@@ -56,8 +65,10 @@ class Finder(importlib.abc.MetaPathFinder):
         def patched(module):
             execute(module)
             import torch
-            torch.autograd.backward = twice(torch.autograd.backward)
-            module.Transformer.forward = twice(module.Transformer.forward)
+            if os.environ.get("HALVED"):
+                torch.autograd.backward = twice(torch.autograd.backward)
+                module.Transformer.forward = twice(module.Transformer.forward)
+            module.Training.backpropagate = noted(module.Training.backpropagate)
         spec.loader.exec_module = patched
         return spec
 
@@ -121,8 +132,8 @@ def equal_split(result: MixedPlanResult) -> MixedPlanResult:
     return replace(result, file=make_mixed_file(result.problem, costs, None, command="a benchmark"))
 
 
-def run(path: Path, result: MixedPlanResult, steps: int) -> tuple[float, dict[str, float]]:
-    """Median step of a plan and its comparison with one process; ranks of the part `half` are slowed."""
+def run(path: Path, result: MixedPlanResult, steps: int) -> tuple[float, float, dict[str, float]]:
+    """Median step of a plan, processor time of its slowest rank, and its comparison with one process."""
     result.save(path, force=True)
     started = started_plan(result.problem, result.best.plan, unequal_batches=True)
     nodes = [result.problem.cluster.parts[at] for at in started.node_parts]
@@ -144,8 +155,10 @@ def run(path: Path, result: MixedPlanResult, steps: int) -> tuple[float, dict[st
     for rank, name in enumerate(parts):
         variables = {"RANK": str(rank), "WORLD_SIZE": str(len(parts)), "LOCAL_RANK": str(rank)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        if name == "half":
-            variables["PYTHONPATH"] = str(path.parent.absolute())
+        notes = path.with_suffix(f".{rank}")
+        notes.unlink(missing_ok=True)
+        variables |= {"PYTHONPATH": str(path.parent.absolute()), "NOTES": str(notes)}
+        variables |= {"HALVED": "1"} if name == "half" else {}
         pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         words = [sys.executable, "-m", "autoplan", *command]
         ranks.append(subprocess.Popen(words, env=os.environ | variables, stdout=pipe))
@@ -153,33 +166,35 @@ def run(path: Path, result: MixedPlanResult, steps: int) -> tuple[float, dict[st
     for process in ranks[1:]:
         process.wait(60)
     measured = json.loads(printed)["measured"]
-    return statistics.median(measured["step_s"]), dict(measured["check"])
+    of_ranks = [path.with_suffix(f".{rank}").read_text().split()[-steps:] for rank in range(len(parts))]
+    busy_s = max(statistics.median(map(float, seconds)) for seconds in of_ranks)
+    return statistics.median(measured["step_s"]), busy_s, dict(measured["check"])
 
 
 def lines(folder: Path, steps: int, rounds: int) -> list[str]:
     """The table of all cases."""
     rows = [
-        "| ranks | plan | predicted | measured | equal split | times as fast | deviation from one process |",
-        "|---|---|---|---|---|---|---|",
+        "| ranks | plan | predicted | by processor time of the slowest rank | by steps | deviation from one process |",
+        "|---|---|---|---|---|---|",
     ]
     for case in CASES:
         plan = found(case)
         rivals = {"plan": plan, "equal": equal_split(plan)}
-        measured: dict[str, list[float]] = {name: [] for name in rivals}
+        measured: dict[str, list[tuple[float, float]]] = {name: [] for name in rivals}
         worst = 0.0
         for _ in range(rounds):
             for name, result in rivals.items():
-                step_s, check = run(folder / f"{name}.json", result, steps)
-                measured[name].append(step_s)
+                step_s, busy_s, check = run(folder / f"{name}.json", result, steps)
+                measured[name].append((step_s, busy_s))
                 worst = max(worst, *(check[key] for key in ("loss", "gradients", "weights")))
-        step_s, equal_s = (statistics.median(measured[name]) for name in rivals)
+        words = []
+        for at in (1, 0):
+            own_s, equal_s = (1000 * statistics.median(seconds[at] for seconds in measured[name]) for name in rivals)
+            words.append(f"{own_s:.0f} and {equal_s:.0f} ms: {equal_s / own_s:.2f} times as fast")
         predicted = rivals["equal"].best.step_s / plan.best.step_s
-        ratios = [equal / own for own, equal in zip(*measured.values(), strict=True)]
-        rows.append(
-            f"| {case.name} | {plan.described(plan.best)} | {predicted:.2f} times | {1000 * step_s:.0f} ms | "
-            f"{1000 * equal_s:.0f} ms | {equal_s / step_s:.2f} ({min(ratios):.2f} to {max(ratios):.2f}) | {worst:.1e} |"
-        )
-        print(rows[-1], file=sys.stderr)
+        cells = (case.name, plan.described(plan.best), f"{predicted:.2f} times", *words, f"{worst:.1e}")
+        rows.append(f"| {' | '.join(cells)} |")
+        print(rows[-1], file=sys.stderr, flush=True)
     return rows
 
 
@@ -198,6 +213,7 @@ def main() -> None:
         [
             "# Plans for unlike ranks, run",
             "",
+            "The plan found beside the same stages with equal micro-batches and layers.  "
             f"By `autoplan run` over gloo on {os.cpu_count()} cores beside a load of {load:.1f}; "
             "halved ranks spin for as long as they compute.  Medians of "
             f"{arguments.rounds} rounds of {arguments.steps} steps.",

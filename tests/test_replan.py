@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -7,16 +8,23 @@ from pathlib import Path
 import pytest
 
 import autoplan
+from autoplan.api.plan_files import make_mixed_file
 from autoplan.api.plan_result import PlanResult
 from autoplan.api.problem import load_any_cluster
 from autoplan.api.results import MixedPlanResult
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cli import make_app
 from autoplan.cost.memory.stage_memory import checkpoint_bytes
+from autoplan.cost.mixed.estimate import estimate_mixed
+from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.plan_file import SpaceFlags
+from autoplan.spec.started_plan import started_plan
 from autoplan.topology.cluster import NodeGroup
 from autoplan.topology.mixed_cluster import MixedCluster
+from autoplan.trainer.task import PredictedRun, RunFile, Task, TrainingReport
+from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +197,80 @@ def test_a_mixed_cluster_loses_nodes_of_a_part_or_named_ones(tmp_path: Path) -> 
         autoplan.replan(unnamed, without=["host7"])
     with pytest.raises(InputError, match="it has 2 nodes"):
         autoplan.replan(unnamed, without=["a100-sxm:3"])
+
+
+TINY = replace(SMALL, num_layers=2, hidden_size=64, vocab_size=256, num_heads=4, num_kv_heads=2, ffn_size=128)
+
+
+def of_run(plan: MixedPlanResult, seconds: list[float]) -> RunFile:
+    """A run of a plan in which a micro-batch took so many seconds on each rank."""
+    started = started_plan(plan.problem, plan.best.plan, unequal_batches=True)
+    predicted = PredictedRun(device="cpu", step_s=1.0, low_s=1.0, high_s=1.0, terms_s={}, peak_bytes=0.0)
+    report = TrainingReport(losses=(1.0,), step_s=(1.0,), microbatch_s=tuple(seconds), device="cpu")
+    task = Task(model=plan.problem.model, plan=started.plan, seq_len=128, dtype="fp32")
+    return RunFile(task=task, predicted=predicted, measured=report)
+
+
+def test_batches_follow_measured_speeds_and_settle() -> None:
+    """S63: speeds 1, .5 and .25: .75 with equal batches, 1.75 in proportion, which noise of 5 % does not change."""
+    parts = [scaled("cpu:1x1", name) for name in ("a", "b", "c")]
+    problem = problem_of(*parts, model=TINY, seq_len=128, precision="fp32", framework=load_framework("torch"))
+    equal = plan_of(kinds=[replicas(1, 28, (part, 1, 2)) for part in range(3)], precision="fp32")
+    fixed = ("tp=1", "pp=1", "cp=1", "micro_batch=1", "recompute=none", "sharding=none")
+    file = make_mixed_file(
+        problem,
+        estimate_mixed(problem, [equal]),
+        None,
+        space=SpaceFlags(global_batch="84", fix=fixed, to="autoplan"),
+        command="a test",
+    )
+    plan, choices = MixedPlanResult(file=file, problem=problem), random.Random(1)
+
+    def batches() -> list[int]:
+        return [kind.num_microbatches for kind in sorted(plan.best.plan.kinds, key=lambda kind: kind.parts)]
+
+    def speed(speeds: list[float]) -> float:
+        return 84 / max(count / each for count, each in zip(batches(), speeds, strict=True))
+
+    def updated(speeds: list[float], noise: float) -> bool:
+        """Measure the plan and replan; whether that changed it."""
+        nonlocal plan
+        before = batches()
+        seconds = [0.01 / each * choices.uniform(1 - noise, 1 + noise) for each in speeds]
+        found = autoplan.replan(plan, measured=of_run(plan, seconds)).plan
+        assert isinstance(found, MixedPlanResult)
+        plan = found
+        return batches() != before
+
+    speeds = [1.0, 0.5, 0.25]
+    assert speed(speeds) == pytest.approx(0.75)
+    assert updated(speeds, noise=0.0)
+    assert batches() == [48, 24, 12]
+    assert speed(speeds) == pytest.approx(1.75)
+    assert not any(updated(speeds, noise=0.05) for _ in range(9))
+    slower = [0.5, 0.5, 0.25]  # a worker halves its speed
+    changes = [updated(slower, noise=0.05) for _ in range(5)]
+    assert changes == [True] + [False] * 4
+    assert speed(slower) >= 0.9 * 1.25
+
+
+def test_a_run_that_does_not_tell_speeds_is_refused(before: PlanResult, tmp_path: Path) -> None:
+    mixed = autoplan.search_mixed("llama3-8b", cluster="h100-sxm:1x8+a100-sxm:1x8", global_batch=64, seq_len=4096)
+    for plan, left, says in (
+        (before, {}, "unlike parts: search on a cluster with slow nodes as a part"),
+        (mixed, {}, "times of micro-batches of 2 ranks, the plan 16: run it with autoplan run"),
+        (mixed, {"without": ["a100-sxm:1"]}, "leave --nodes, --gpus and --without out"),
+    ):
+        with pytest.raises(InputError, match=says):
+            autoplan.replan(plan, measured=of_run(mixed_of_two(), [1.0, 1.0]), **left)  # type: ignore[arg-type]
+
+
+def mixed_of_two() -> MixedPlanResult:
+    problem = problem_of(*(scaled("cpu:1x1", name) for name in "ab"), model=TINY, framework=load_framework("torch"))
+    plan = plan_of(kinds=[replicas(1, 4, (part, 1, 2)) for part in range(2)])
+    return MixedPlanResult(
+        file=make_mixed_file(problem, estimate_mixed(problem, [plan]), None, command="a test"), problem=problem
+    )
 
 
 def test_names_that_are_not_there_are_said(named: PlanResult) -> None:

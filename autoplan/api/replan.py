@@ -5,21 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from autoplan.api.mixed import fastest_plans, result_of, usual_of
-from autoplan.api.plan_files import is_mixed_file, load_mixed_plan, make_plan_file
+from autoplan.api.plan_files import is_mixed_file, load_mixed_plan, make_mixed_file, make_plan_file
 from autoplan.api.plan_result import PlanResult, load_plan
 from autoplan.api.problem import space_of
 from autoplan.api.results import MixedPlanResult, Progress, Result, Table
 from autoplan.api.training_run import RunOptions, make_run, resized, search_run
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.files import encode
+from autoplan.base.files import decode, encode, read_table
 from autoplan.base.units import check_positive, format_seconds
 from autoplan.cost.estimate import estimate
 from autoplan.cost.goodput import usable_share
 from autoplan.cost.input_rate import with_input
 from autoplan.cost.memory.stage_memory import checkpoint_bytes
+from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.common.rules import legal
 from autoplan.readers.lost_nodes import remaining
 from autoplan.search.ranking import ranked
@@ -34,6 +36,7 @@ from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import TimingTable
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
+from autoplan.trainer.task import RunFile
 
 # Some of the nodes that are left may stand idle: a batch divides well among few of the numbers of nodes.
 FEWEST_SHARE = 0.5
@@ -41,6 +44,8 @@ FEWEST_SHARE = 0.5
 CUT_BY = ("tp", "pp", "vp", "schedule", "layers_per_chunk", "ep", "etp", "dp_shard", "sharding")
 
 
+# Noise of measured speeds, for which no plan changes; splits by speeds that are 5 % off are at most this much slower.
+DEAD_BAND = 0.1
 COMMAND = "autoplan.replan() of Python"
 
 
@@ -92,6 +97,7 @@ def replan(
     nodes: int | None = None,
     without: Iterable[str] = (),
     devices: int | None = None,
+    measured: str | Path | RunFile | None = None,
     storage_bytes_per_s: float | None = None,
     run: RunOptions | None = None,
     db: str | None = None,
@@ -102,7 +108,9 @@ def replan(
     `plan` is a result or the path of a plan file.  The rest is a number of `nodes` or `devices`, or the named nodes of
     the cluster file `without` some of them; of a mixed cluster `without` may name a part with a number of nodes
     ("a100-sxm:2").  The limits of the original search still apply.  A batch divides well over few node counts, so
-    unnamed nodes may be left idle.  `storage_bytes_per_s` is the rate at which all ranks together read and write
+    unnamed nodes may be left idle.  Instead, `measured` is a run of a plan of a mixed cluster (`autoplan run --out`):
+    its parts get the speeds that were measured, and the plan changes if another one is faster by more than
+    `DEAD_BAND`.  `storage_bytes_per_s` is the rate at which all ranks together read and write
     checkpoints; `run` has the failure rate of devices.
 
     Raises InputError for arguments that cannot be used, NoPlanError if the rest has no plan.
@@ -110,11 +118,19 @@ def replan(
     before = plan if isinstance(plan, PlanResult | MixedPlanResult) else _loaded(Path(plan), db)
     if storage_bytes_per_s is not None:
         check_positive("storage_bytes_per_s", storage_bytes_per_s)
+    if measured is not None:
+        if nodes is not None or without or devices is not None:
+            raise InputError("--measured replans what is still there: leave --nodes, --gpus and --without out")
+        before = _remeasured(before, measured if isinstance(measured, RunFile) else _run_of(Path(measured)))
+        clusters: tuple[ClusterSpec | MixedCluster, ...] = (before.problem.cluster,)
+    else:
+        clusters = remaining(before.problem.cluster, nodes=nodes, without=tuple(without), devices=devices)
     old = _Layout.of(before)
-    clusters = remaining(before.problem.cluster, nodes=nodes, without=tuple(without), devices=devices)
     batch = str(before.file.best.plan.global_batch)
     flags = replace(before.file.space or SpaceFlags(global_batch=""), global_batch=batch)
     after = _fastest(before, clusters, flags, run or {}, progress)
+    if measured is not None and after.file.best.step_s > (1 - DEAD_BAND) * before.file.best.step_s:
+        after = before
     new, rest = _Layout.of(after), clusters[0]
     equal = next((cluster for cluster in clusters if isinstance(cluster, ClusterSpec)), None)
     same = None
@@ -199,6 +215,44 @@ def _loaded(path: Path, db: str | None) -> PlanResult | MixedPlanResult:
     return load_mixed_plan(path) if is_mixed_file(path) else load_plan(path, db=db)
 
 
+def _run_of(path: Path) -> RunFile:
+    return decode(RunFile, read_table(path), str(path))
+
+
+def _remeasured(before: PlanResult | MixedPlanResult, run: RunFile) -> MixedPlanResult:
+    """Return the plan with the speeds of its parts as measured, of those that it uses."""
+    if not isinstance(before, MixedPlanResult):
+        raise InputError("--measured is for the speeds of unlike parts: search on a cluster with slow nodes as a part")
+    problem, cost = before.problem, before.best
+    seconds = iter(run.measured.microbatch_s)
+    if len(run.measured.microbatch_s) != cost.plan.num_devices:
+        raise InputError(
+            f"--measured: the run has times of micro-batches of {len(run.measured.microbatch_s)} ranks, the plan "
+            f"{cost.plan.num_devices}: run it with autoplan run, with two or more micro-batches and no pipeline"
+        )
+    factors = dict.fromkeys(range(len(problem.calibrations)), 1.0)
+    for kind, price in zip(cost.plan.kinds, cost.kinds, strict=True):
+        (stage,) = price.stages
+        slowest = max(islice(seconds, kind.count * stage.tp * cost.plan.common.cp))
+        factors[stage.part] = slowest / (stage.forward_s + stage.backward_s)
+    problem = replace(
+        problem,
+        calibrations=tuple(
+            replace(calibration, overall=factors[part] * calibration.overall)
+            for part, calibration in enumerate(problem.calibrations)
+        ),
+    )
+    file = make_mixed_file(
+        problem,
+        estimate_mixed(problem, [cost.plan]),
+        None,
+        timings=before.file.timings,
+        space=before.file.space,
+        command=COMMAND,
+    )
+    return MixedPlanResult(file=file, problem=problem)
+
+
 def _fastest(
     before: PlanResult | MixedPlanResult,
     clusters: Sequence[ClusterSpec | MixedCluster],
@@ -271,8 +325,8 @@ def _unlike_problem(problem: Problem | MixedProblem, cluster: MixedCluster) -> M
 def _usable(before: ClusterSpec | MixedCluster, left: ClusterSpec | MixedCluster, group: int) -> float:
     """Return the share of devices in groups of this size, or in nodes if these are larger and lost, without a loss."""
     lost_devices, lost_nodes = before.num_devices - left.num_devices, before.num_nodes - left.num_nodes
-    units = lost_nodes or lost_devices
-    return usable_share(before.num_devices, units, max(group, lost_devices // units))
+    units = max(lost_nodes or lost_devices, 1)
+    return usable_share(before.num_devices, units, max(group, lost_devices // units)) if lost_devices else 1.0
 
 
 def _sizes(cluster: ClusterSpec) -> tuple[int, ...]:

@@ -36,6 +36,13 @@ def replan(
     num_devices: Annotated[
         int | None, whole_number("--gpus", "N", "Number of devices left: whole nodes, or a part of one.")
     ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of losses: a run of the plan of a mixed cluster, for the speeds of its parts.",
+        ),
+    ] = None,
     checkpoint_rate: Annotated[
         str | None,
         typer.Option(
@@ -62,6 +69,7 @@ def replan(
             nodes=num_nodes,
             without=[name.strip() for names in without or () for name in names.split(",") if name.strip()],
             devices=num_devices,
+            measured=measured,
             storage_bytes_per_s=rate,
             run=run,
             db=whole_url(context, url),

@@ -22,13 +22,14 @@ def _lines(summary: ReplanSummary) -> Iterator[tuple[str, str]]:
     yield "now", f"{_described(summary.after)} on {summary.nodes_used} of {summary.nodes_left} nodes"
     devices = summary.after.num_devices / summary.before.num_devices
     yield "kept", f"{100 * summary.kept_share:.1f} % of the throughput, on {100 * devices:.1f} % of the devices"
-    lost = summary.nodes_before - summary.nodes_left
-    spares = f"{lost} spare node{'s' if lost > 1 else ''}" if lost else "as many spare devices"
-    yield (
-        "no replan",
-        f"{format_percent(summary.usable_replicas)} of the devices train on if whole replicas stop, "
-        f"{format_percent(summary.usable_tensor_groups)} with unequal tensor-parallel degrees, all with {spares}",
-    )
+    if summary.usable_replicas < 1:
+        lost = summary.nodes_before - summary.nodes_left
+        spares = f"{lost} spare node{'s' if lost > 1 else ''}" if lost else "as many spare devices"
+        yield (
+            "no replan",
+            f"{format_percent(summary.usable_replicas)} of the devices train on if whole replicas stop, "
+            f"{format_percent(summary.usable_tensor_groups)} with unequal tensor-parallel degrees, all with {spares}",
+        )
     same = summary.same_layout
     if same is None:
         yield "same layout", "no fewer replicas on equal nodes divide the batch, fit and are accepted by the framework"
