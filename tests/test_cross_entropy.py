@@ -50,3 +50,15 @@ def test_arguments_of_megatron_lm_choose_them(options: str, fusion: str) -> None
 def test_every_version_has_its_own_and_no_other() -> None:
     usual = {"nemo": "te", "nemo-24.07": "native", "megatron-core-0.8": "native", "megatron-core": "unfused"}
     assert {name: load_framework(name).choice("cross_entropy_fusion") for name in usual} == usual
+
+
+def test_pieces_of_a_loss_have_an_eighth_of_the_logits_and_add_up_the_gradients_of_the_head() -> None:
+    problem = make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=TOKENS, framework="torchtitan")
+    plans = [ParallelPlan(global_batch=8, dp_shard=8, sharding="zero3", chunked_loss=word) for word in (False, True)]
+    batch = PlanBatch.of(plans, problem.model.num_layers)
+    assert logit_bytes(problem, batch) == pytest.approx(np.array([8, 1]) * TOKENS * VOCAB)
+    passes = head_s(problem, batch).passes
+    assert passes.forward_s[0] == passes.forward_s[1]
+    assert np.diff(passes.backward_s) == pytest.approx(memory_bound_s(problem, np.array([7 * 10.0 * VOCAB * 4096])))
+    costs = estimate(problem, batch)
+    assert costs.memory_bytes[1] < costs.memory_bytes[0]

@@ -81,6 +81,7 @@ PLANS: dict[str, PlanFile] = {
     "experts of tensors": titan(QWEN_MOE, tp=2, sp=True, etp=2, dp_shard=8),
     "latent": titan(DEEP, tp=2, sp=True, pp=2, vp=2, schedule="interleaved", ep=16, dp_shard=16, precision="fp8"),
     "prediction": titan(replace(DEEP, num_mtp_layers=1), ep=8, dp_shard=8),
+    "loss in pieces": titan(tp=2, sp=True, dp_shard=4, chunked_loss=True),
     "sinks": titan(SINKS, ep=4, cp=2, dp_shard=4),
 }
 
@@ -192,13 +193,15 @@ def test_run_train_sh_starts_the_config_that_is_named() -> None:
     assert launch.model == replace(load_model("llama3.1-8b"))
     assert launch.training.seq_len == 8192
     assert launch.training.fused_norm is False
-    assert launch.plan == ParallelPlan(dp_shard=8, sharding="zero3", recompute="selective", global_batch=8)
+    assert launch.plan == ParallelPlan(
+        dp_shard=8, sharding="zero3", recompute="selective", global_batch=8, chunked_loss=True
+    )
 
 
 def test_the_slurm_script_starts_four_nodes() -> None:
     launch = public("TORCHTITAN_DIR", "multinode_trainer.slurm", variables=(("CONFIG", "llama3_70b"),))
     assert launch.plan == ParallelPlan(
-        tp=8, sp=True, dp_shard=4, sharding="zero3", recompute="full", micro_batch=8, global_batch=32
+        tp=8, sp=True, dp_shard=4, sharding="zero3", recompute="full", micro_batch=8, global_batch=32, chunked_loss=True
     )
     assert launch.model == load_model("llama3.1-70b")
 
@@ -210,7 +213,7 @@ def test_a_function_of_a_registry_is_followed_to_the_one_that_it_changes() -> No
     assert launch.model == replace(load_model("deepseek-v3"), num_mtp_layers=0)
     assert (launch.plan.ep, launch.plan.dp_shard, launch.plan.precision) == (2, 256, "fp8")
     assert (launch.plan.micro_batch, launch.training.seq_len, launch.plan.recompute) == (4, 4096, "selective")
-    assert "loss" in {option.option for option in launch.unread}
+    assert launch.plan.chunked_loss
 
 
 def test_several_functions_of_a_registry_ask_for_a_name() -> None:
@@ -356,8 +359,9 @@ def test_a_command_line_changes_its_config() -> None:
         recompute="full",
         micro_batch=2,
         global_batch=32,
+        chunked_loss=True,
     )
-    options = {"loss", "training.local_batch_size", "training.enable_cpu_offload", "parallelism.wonder"}
+    options = {"training.local_batch_size", "training.enable_cpu_offload", "parallelism.wonder"}
     assert {option.option for option in launch.unread} == options
 
 

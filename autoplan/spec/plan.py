@@ -101,6 +101,7 @@ class ParallelPlan:
     rope_fusion: bool = False
     gradient_accumulation_fusion: bool = True
     cross_entropy_fusion: CrossEntropyFusion = CrossEntropyFusion.UNFUSED
+    chunked_loss: bool = False
     main_weights: MainWeights = MainWeights.FP32
     moment_dtype: MomentType = MomentType.FP32
     quantized_gathers: bool = False
@@ -276,6 +277,7 @@ class PlanBatch(Rows):
     rope_fusion: Bools
     gradient_accumulation_fusion: Bools
     cross_entropy_fusion: Ints
+    chunked_loss: Bools
     main_weights: Ints
     moment_dtype: Ints
     quantized_gathers: Bools

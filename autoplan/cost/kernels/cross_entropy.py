@@ -16,6 +16,7 @@ from autoplan.spec.problem import Problem
 # configs/system/b200_bf16_ceperm.json, ce_fusion, and core/transformer/dense_module.py; Transformer Engine d0067d0,
 # common/triton/cross_entropy.py).
 _FUSED = ((14.0, 8.0), (12.0, 2.0))
+PIECES = 8  # of a chunked loss (torchtitan b5bcd76, components/loss.py, ChunkedLossWrapper.Config.num_chunks)
 
 
 def moved_bytes_per_logit(problem: Problem, batch: PlanBatch) -> Floats:
@@ -29,4 +30,10 @@ def held_bytes_per_logit(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes of a logit at the peak of head and loss (`modelling` B3)."""
     memory = problem.framework.memory
     held = np.array([memory.bytes_per_logit, *(held for _, held in _FUSED)])[batch.cross_entropy_fusion]
-    return held + np.where(batch.tp > 1, memory.bytes_per_gathered_logit, 0.0)
+    held += np.where(batch.tp > 1, memory.bytes_per_gathered_logit, 0.0)
+    return held / np.where(batch.chunked_loss, PIECES, 1.0)
+
+
+def added_per_head_weight(batch: PlanBatch) -> Floats:
+    """Bytes moved per weight of the head to add the gradients of all pieces of a loss but one to fp32 sums."""
+    return np.where(batch.chunked_loss, 10.0 * (PIECES - 1), 0.0)

@@ -12,7 +12,7 @@ import numpy as np
 from autoplan.base.arrays import Floats, Rows, add_up
 from autoplan.cost.kernels.adapters import tuned_matrices_s, tuning_traffic
 from autoplan.cost.kernels.attention import attention_s, scan_s
-from autoplan.cost.kernels.cross_entropy import moved_bytes_per_logit
+from autoplan.cost.kernels.cross_entropy import added_per_head_weight, moved_bytes_per_logit
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured import find_kernels, measured_pass
 from autoplan.cost.kernels.measured_units import head_factor
@@ -133,6 +133,9 @@ def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
     finetuning = problem.training.finetuning
     if finetuning is not None and not finetuning.trains(HEAD):
         products = products._replace(weight_gradient_s=0.0 * products.weight_gradient_s)
+    elif batch.chunked_loss.any():
+        added_s = memory_bound_s(problem, added_per_head_weight(batch) * columns * width)
+        products = products._replace(weight_gradient_s=products.weight_gradient_s + added_s)
     if problem.training.runs_reference:
         products = products._replace(forward_s=2.0 * products.forward_s + loss)
     # Every prediction depth runs the head once more, after a projection of the hidden state joined with the next

@@ -112,6 +112,10 @@ LIMITS = (
 _OLD_LIMITS = (
     *_LIMITS_OF_ALL,
     Rule(
+        holds=lambda s, b: ~b.chunked_loss,
+        text=lambda s, p: "chunked_loss in version 0.2: export for 0.3",
+    ),
+    Rule(
         holds=lambda s, b: b.precision != Precision.NVFP4.code,
         text=lambda s, p: "precision 'nvfp4' in version 0.2: export for 0.3",
     ),
@@ -162,7 +166,7 @@ def module_text(plan_file: PlanFile, version: str) -> str:
     return "\n".join(
         [
             *header(plan_file, f"torchtitan {version}"),
-            "# The model, as far as it costs time and memory; the loss keeps whole logits, as predicted.",
+            "# The model, as far as it costs time and memory.",
             "",
             "from dataclasses import replace",
             "",
@@ -191,7 +195,10 @@ def _imports(family: str, plan_file: PlanFile, converters: list[str], version: s
     rope = "CosSinRoPE" if family in ("qwen3", "gpt_oss") else "ComplexRoPE"
     recompute = plan_file.best.plan.recompute
     modules: dict[str, list[str]] = {
-        "torchtitan.components.loss": [] if plan_file.model.num_mtp_layers else ["CrossEntropyLoss"],
+        "torchtitan.components.loss": [
+            *(["ChunkedLossWrapper"] if plan_file.best.plan.chunked_loss else []),
+            *([] if plan_file.model.num_mtp_layers else ["CrossEntropyLoss"]),
+        ],
         "torchtitan.components.optimizer": ["default_adamw"],
         "torchtitan.components.quantization": sorted(converters),
         "torchtitan.config": ["CompileConfig", "ParallelismConfig", "TrainingConfig"],
@@ -209,10 +216,11 @@ def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     policy, batch = POLICIES.get(plan.recompute), write_batch(plan, training.seq_len, version)
     loss = "deepseek_v3.MTPLoss" if model.num_mtp_layers else "CrossEntropyLoss"
+    whole = f"{loss}.Config(global_vocab_size={model.vocab_size})"
     compiling = {"enable": _compiles(training)} | ({"enable_async_tensor_parallel": True} if plan.tp_overlap else {})
     return {
         "model_spec": Code("model_spec"),
-        "loss": Code(f"{loss}.Config(global_vocab_size={model.vocab_size})"),
+        "loss": Code(f"ChunkedLossWrapper.Config(loss_fn={whole})" if plan.chunked_loss else whole),
         "optimizer": Code("default_adamw(lr=3e-4)"),
         "dataloader": Code(
             f"{family_of(model)}_debugmodel().dataloader" if version == "main" else "HuggingFaceTextDataLoader.Config()"

@@ -63,6 +63,7 @@ class Content:
     precision: str = "bf16"
     fp8_scaling: Fp8Scaling = Fp8Scaling.ROWWISE
     recompute: str | None = "selective"
+    chunked_loss: bool = False
     num_devices: int | None = None
     unread: list[Unread] = field(default_factory=list)
     read_apart: tuple[tuple[str, str], ...] = ()  # further options that were read, as written
@@ -192,8 +193,8 @@ def _of_module(text: str, variables: dict[str, str]) -> Content:
             _read_model(content, value, name)
         elif key == "activation_checkpoint":
             _read_policy(content, value)
-        elif key == "loss" and isinstance(value, Built) and "Chunked" in value.name:
-            content.unread.append(_chunks(value.name))
+        elif key == "loss" and isinstance(value, Built):
+            content.chunked_loss = "Chunked" in value.name
         elif isinstance(value, Built):
             content.options[key] = {name: _plain(item) for name, item in value.named.items()}
         elif key not in ASIDE:
@@ -207,12 +208,6 @@ def _gives_trainer(module: Module, name: str) -> bool:
     module.depth = 0
     value = module.call(name)
     return isinstance(value, Built) and value.name.endswith("Trainer.Config")
-
-
-def _chunks(name: str) -> Unread:
-    return Unread(
-        option="loss", value=name.rsplit(".", 2)[-2], why="logits in pieces: memory is priced for all at once"
-    )
 
 
 def _plain(value: Any) -> Any:
@@ -414,7 +409,7 @@ def _base(module: Any, config: Any, context: LaunchContext) -> Content:
         "enable": row["compile"],
         "enable_async_tensor_parallel": row["async_tensor_parallel"],
     }
-    content.unread.append(_chunks("ChunkedLossWrapper.Config"))
+    content.chunked_loss = True
     return content
 
 
@@ -445,6 +440,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
         **read_pipeline(parallelism, degrees["pp"], model.num_layers),
         **read_sharding(parallelism, degrees, model),
         "recompute": content.recompute,
+        "chunked_loss": content.chunked_loss,
         "precision": content.precision,
         "fp8_scaling": content.fp8_scaling,
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Bools
+from autoplan.cost.kernels.cross_entropy import PIECES
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
@@ -75,6 +76,19 @@ _OWN: tuple[Rule, ...] = (
         # By default the weights of a stage stay gathered during a step, which is the meaning of zero3 in its pipelines.
         holds=lambda s, b: (b.pp == 1) | (b.sharding != ZERO2),
         text=lambda s, p: f"zero2 with pp {p.pp} is what zero3 is in a pipeline: use zero3",
+    ),
+    Rule(
+        source="models/deepseek_v3/MTP.md:186",
+        holds=lambda s, b: ~b.chunked_loss if s.model.num_mtp_layers else all_true(b),
+        text=lambda s, p: "chunked_loss with multi-token prediction: leave it out",
+    ),
+    Rule(
+        source="components/loss.py, ChunkedLossWrapper",
+        holds=lambda s, b: ~b.chunked_loss | (b.micro_batch * s.training.seq_len // b.cp % PIECES == 0),
+        text=lambda s, p: (
+            f"chunked_loss needs the tokens of a micro-batch divisible by {PIECES}: seq_len is {s.training.seq_len}, "
+            "leave it out"
+        ),
     ),
     shared.whole_kv_heads(f"{_DECODER}:195"),
     shared.sp_needs_tp("trainer.py:300"),
