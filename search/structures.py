@@ -18,7 +18,7 @@ StageKind = tuple[int, int]  # part and tensor-parallel degree of a stage
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Equal:
-    """What a framework needs to be equal in a plan to start it."""
+    """Properties that a framework needs to be equal in a plan."""
 
     tp: bool = False  # the tensor-parallel degree of all stages
     replicas: bool = False  # the layers and virtual stages of all replicas

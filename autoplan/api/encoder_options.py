@@ -1,4 +1,4 @@
-"""What is said of a model's encoder: its images, its tokens, and ranks of its own."""
+"""Options of a model's encoder: its images, its tokens, and ranks of its own."""
 
 from __future__ import annotations
 

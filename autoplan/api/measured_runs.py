@@ -277,33 +277,20 @@ def import_logs(
     from autoplan.profiler.store import open_store  # brings SQLAlchemy
 
     cluster_spec, where, launch_context = load_cluster(cluster), Path(folder), make_context(**context)
-    taken_runs: list[ImportedRun] = []
+    taken: list[ImportedRun] = []
     passed_over: dict[str, str] = {}
     with open_store(db) as store:  # what is wrong with it shall be known before any log is read
         for past in past_runs(where, lambda path: read_launch_on_part(path, launch_context, cluster_spec)):
             if isinstance(past, PassedOver):
                 passed_over[_inside(past.path, where)] = past.reason
                 continue
-            log = _inside(past.log, where)
             try:
-                problem = _problem_of(cluster_spec, past)
-                cost = estimate(problem, PlanBatch.of([past.launch.plan], problem.model.num_layers))
-                record = _record_of(problem, past)
+                taken.append(_imported(past, cluster_spec, where))
             except AutoplanError as error:
-                passed_over[log] = str(error)
-                continue
-            taken_runs.append(
-                ImportedRun(
-                    log=log,
-                    launch_file=_inside(past.launch_file, where),
-                    num_unread=sum(option.matters for option in past.launch.unread),
-                    predicted_s=float(cost.step_s[0]),
-                    run=record,
-                )
-            )
-        num_new = store.add([run.run for run in taken_runs]).new
+                passed_over[_inside(past.log, where)] = str(error)
+        num_new = store.add([run.run for run in taken]).new
     calibrations, without = {}, {}
-    for name in sorted({run.run.framework for run in taken_runs}):
+    for name in sorted({run.run.framework for run in taken}):
         try:
             framework = load_framework(name)
             timings = stored_table(cluster_spec, framework, db) if with_times else NO_TIMINGS
@@ -311,7 +298,20 @@ def import_logs(
         except InputError as error:
             without[name] = str(error).partition(":")[0]
     return Imported(
-        taken=tuple(taken_runs), passed_over=passed_over, num_new=num_new, calibrations=calibrations, without=without
+        taken=tuple(taken), passed_over=passed_over, num_new=num_new, calibrations=calibrations, without=without
+    )
+
+
+def _imported(past: PastRun, cluster: ClusterSpec, folder: Path) -> ImportedRun:
+    """Return a past run as the database is to hold it; AutoplanError where it cannot be priced."""
+    problem = _problem_of(cluster, past)
+    cost = estimate(problem, PlanBatch.of([past.launch.plan], problem.model.num_layers))
+    return ImportedRun(
+        log=_inside(past.log, folder),
+        launch_file=_inside(past.launch_file, folder),
+        num_unread=sum(option.matters for option in past.launch.unread),
+        predicted_s=float(cost.step_s[0]),
+        run=_record_of(problem, past),
     )
 
 
@@ -339,10 +339,7 @@ def _problem_of(cluster: ClusterSpec, past: PastRun) -> Problem:
 def _record_of(problem: Problem, past: PastRun) -> RunRecord:
     """Return a past run as the database holds it.  Nothing in its content depends on when or where the log was read."""
     logged = None if past.is_out_of_memory else past.logged
-    status, peak = "ok" if logged else "oom" if past.is_out_of_memory else "failed", None
-    if logged:
-        is_allocated = problem.framework.memory.logs_memory == "allocated"
-        peak = logged.allocated_bytes if is_allocated else logged.reserved_bytes
+    status = "ok" if logged else "oom" if past.is_out_of_memory else "failed"
     return RunRecord(
         fingerprint=described_machine(problem.cluster),
         framework=problem.framework.name,
@@ -350,7 +347,7 @@ def _record_of(problem: Problem, past: PastRun) -> RunRecord:
         training=problem.training,
         plan=past.launch.plan,
         step_s=logged.step_s[-MAX_SAMPLES:] if logged else (),
-        peak_bytes=peak,
+        peak_bytes=logged.peak_bytes(problem.framework) if logged else None,
         status=status,  # type: ignore[arg-type]
         reason=past.reason,
         source=f"log of {past.logged.framework if past.logged else past.launch.target}",

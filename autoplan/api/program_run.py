@@ -129,7 +129,7 @@ def _as_command(problem: Problem, plan: ParallelPlan, program: Sequence[str], lo
 
 def _as_report(problem: Problem, logged: LoggedRun) -> TrainingReport:
     """Return what the log says as the trainer reports it; memory only where it tells the peak that was predicted."""
-    peak = logged.allocated_bytes if problem.framework.memory.logs_memory == "allocated" else logged.reserved_bytes
+    peak = logged.peak_bytes(problem.framework)
     return TrainingReport(
         losses=logged.losses,
         step_s=logged.step_s,

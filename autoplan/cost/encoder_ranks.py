@@ -112,22 +112,22 @@ def _plans_of_encoder(problem: Problem, batch: PlanBatch) -> PlanBatch:
     """Return the plans by which the encoder's ranks work, for those of the text model."""
     apart = problem.model.encoder_apart
     assert apart is not None
-    one = np.ones_like(batch.tp)
+    ones = np.ones_like(batch.tp)
     return replace(
         batch,
-        tp=apart.tp * one,
-        cp=one,
-        pp=one,
-        vp=one,
-        ep=one,
-        etp=one,
-        dp_replicate=one,
+        tp=apart.tp * ones,
+        cp=ones,
+        pp=ones,
+        vp=ones,
+        ep=ones,
+        etp=ones,
+        dp_replicate=ones,
         sp=batch.sp & (apart.tp > 1),
-        dp_shard=apart.dp * one,
+        dp_shard=apart.dp * ones,
         micro_batch=batch.micro_batch * batch.dp // apart.dp,
-        schedule=Schedule.ONE_F_ONE_B.code * one,
+        schedule=Schedule.ONE_F_ONE_B.code * ones,
         recompute_num_layers=np.where(batch.recompute_num_layers == ALL_LAYERS, ALL_LAYERS, 0),
-        layout=0 * one,
+        layout=0 * ones,
         layouts=((apart.encoder.layers.num_layers,),),
         placement=None,
     )

@@ -18,6 +18,7 @@ from autoplan.base.files import is_file
 from autoplan.base.units import check_count
 from autoplan.frameworks.common.log_lines import MAX_STEP_S, LineContent, LineSplitter, ReadLine, Source, split_label
 from autoplan.frameworks.registry import LOGS
+from autoplan.spec.framework import Framework
 
 WARMUP = 2  # first steps after a start, in which kernels are tuned and compiled, memory reserved, connections opened
 
@@ -82,6 +83,10 @@ class LoggedRun:
         ordered = sorted(self.step_s)
         at = max(math.floor((len(ordered) - 1.96 * math.sqrt(len(ordered))) / 2), 0)
         return ordered[at], ordered[-1 - at]
+
+    def peak_bytes(self, framework: Framework) -> float | None:
+        """Return the peak that is predicted for `framework`, if the log told it."""
+        return self.allocated_bytes if framework.memory.logs_memory == "allocated" else self.reserved_bytes
 
 
 @dataclass(slots=True)

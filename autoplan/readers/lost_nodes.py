@@ -1,4 +1,4 @@
-"""What is left of a cluster that lost nodes or devices."""
+"""Clusters that lost nodes or devices."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class WindowAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addition:
-    """What every block of a kind, or the model at its ends, has beside the parts that the kind has."""
+    """Parts that every block of a kind, or the model at its ends, has beside those of the kind."""
 
     block: str  # a Block, or "ends"
     matrices: tuple[tuple[int, int], ...] = ()  # (inputs, outputs) of each, which every token meets

@@ -1,4 +1,4 @@
-"""What operators and kernels of Kineto's traces do: their operation, shape, type and group.
+"""Operations of the operators and kernels in Kineto's traces, with their shapes, types and groups.
 
 Shapes are those of the operators that launched the kernels (`record_shapes=True`), groups and sizes those that Kineto
 writes beside kernels of NCCL.

@@ -99,7 +99,7 @@ _ADAPTER_BYTES = _AdapterBytes(
 
 
 def _adapter_bytes(problem: Problem, batch: PlanBatch) -> _AdapterBytes:
-    """What the adapters of every plan move."""
+    """Return the bytes that the adapters of every plan move."""
     is_wide = problem.framework.kernels.casts_for_adapters & ~is_16_bit_throughout(problem, batch)
     kind = np.where(is_wide, 1 + batch.wide_adapters, 0)
     return _AdapterBytes(*(moved[kind] for moved in _ADAPTER_BYTES))

@@ -24,7 +24,7 @@ from autoplan.spec.workload import Workload
 
 
 def _encoder(workload: Workload, batch: PlanBatch) -> Bools:
-    """What is encoded is not cut into pieces of a context, stages send no more, and ranks have whole heads of it."""
+    """Encoders are not split by context or stages, and every rank has whole heads."""
     encoder = workload.model.encoder
     if encoder is None:
         return all_true(batch)
@@ -42,7 +42,7 @@ def _encoder_text(workload: Workload, plan: ParallelPlan) -> str:
 
 
 def _encoder_apart(workload: Workload, batch: PlanBatch) -> Bools:
-    """Both have whole replicas for each of the other's, whose stages run 1F1B (Megatron-Bridge, mimo_config.py)."""
+    """Encoder and text model have whole replicas for each other, and 1F1B (Megatron-Bridge, mimo_config.py)."""
     apart = workload.model.encoder_apart
     if apart is None:
         return all_true(batch)
