@@ -7,7 +7,7 @@ MODEL_ARGS="
     --position-embedding-type rope --rotary-base 500000
     --normalization RMSNorm --swiglu --disable-bias-linear
     --untie-embeddings-and-output-weights --vocab-size 128256
-    --attention-dropout 0 --hidden-dropout 0
+    --attention-dropout 0 --hidden-dropout 0 --transformer-impl transformer_engine
 "
 PARALLEL_ARGS="
     --tensor-model-parallel-size 8 --sequence-parallel
