@@ -168,7 +168,7 @@ def test_the_length_of_a_dataset_is_the_most_unless_it_is_made_up(target: str, i
 
 def test_what_is_not_known_is_listed() -> None:
     launch = of(
-        model={"backend": {"attn": "sdpa", "linear": "te"}},
+        model={"backend": {"attn": "sdpa", "linear": "te", "rope_fusion": False}},
         optimizer={"_target_": "flashoptim.FlashAdam3"},
         distributed={"enable_compile": True, "frobnicate": 1},
         dllm={"x": 1},
@@ -176,7 +176,13 @@ def test_what_is_not_known_is_listed() -> None:
     )
     assert matters(launch) == {
         "loss_fn._target_",
-        *("model.backend.attn", "optimizer._target_", "distributed.enable_compile", "distributed.frobnicate"),
+        *(
+            "model.backend.attn",
+            "model.backend.rope_fusion",
+            "optimizer._target_",
+            "distributed.enable_compile",
+            "distributed.frobnicate",
+        ),
         "dllm",
     }
 

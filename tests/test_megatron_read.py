@@ -310,6 +310,15 @@ def test_other_patterns_are_refused(pattern: Any) -> None:
         moe_places(pattern, 4)
 
 
+def test_options_of_an_unset_array_and_a_file_of_words_written_are_no_values() -> None:
+    words = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
+    words += "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 64 --bf16 "
+    words += "--vocab-size 32000 --use-flash-attn --transformer-impl transformer_engine"
+    launch = megatron_lm.READER.read(f"{words} --swiglu ${{EXTRA[@]}} &>> log.txt", LaunchContext())
+    assert matters(launch) == {"${EXTRA[@]}"}
+    assert launch.model.gated_mlp
+
+
 # -- Megatron-Bridge and Primus ---------------------------------------------------------------------------------------
 
 RECIPE = """
@@ -339,6 +348,27 @@ def test_a_recipe_is_followed_through_its_functions() -> None:
     assert (plan.tp, plan.sp, plan.dp_shard, plan.global_batch, plan.micro_batch) == (2, True, 4, 64, 2)
     assert launch.training.seq_len == 8192
     assert matters(launch) == {"model.recompute_granularity", "if late:"}
+
+
+@pytest.mark.parametrize(
+    ("call", "precision", "listed"),
+    [
+        ('_perf_precision("fp8_cs")', "fp8", set()),
+        ('_perf_precision("fp8_mx")', "mxfp8", set()),
+        ('get_precision_config("bf16")', "bf16", set()),
+        ('"bf16_with_fp8_current_scaling_mixed"', "fp8", set()),
+        ("bf16_mixed()", "bf16", set()),
+        ("ours()", "bf16", {"mixed_precision"}),
+        ("get_precision_config(precision)", "bf16", {"mixed_precision"}),
+    ],
+)
+def test_precisions_of_a_benchmark_are_read_and_other_functions_listed(
+    call: str, precision: str, listed: set[str]
+) -> None:
+    text = RECIPE.replace("pick()", '"full"').replace("    if late:\n        cfg.model.context_parallel_size = 2\n", "")
+    text = text.replace("    return cfg\ndef mine", f"    cfg.mixed_precision = {call}\n    return cfg\ndef mine")
+    launch = megatron_bridge.READER.read(text, LaunchContext(num_devices=8))
+    assert (launch.training.precision, matters(launch)) == (precision, listed)
 
 
 def test_overrides_of_a_command_line_win_over_its_short_options() -> None:
@@ -372,6 +402,26 @@ def test_an_experiment_takes_its_variables_and_the_defaults_of_its_presets() -> 
         primus.READER.read(EXPERIMENT, LaunchContext(num_devices=8))
     with pytest.raises(InputError, match="not a known model: pass --model"):
         primus.READER.read(EXPERIMENT, LaunchContext(num_devices=8, variables=(("LENGTH", "1"), ("MODEL", "mine"))))
+
+
+def test_models_of_primus_with_other_layers_or_images_are_refused(tmp_path: Path) -> None:
+    models = tmp_path / "primus" / "configs" / "models" / "megatron"
+    models.mkdir(parents=True)
+    (models / "mamba_base.yaml").write_text("model_type: mamba\nmtp_num_layers: null\nis_hybrid_model: false\n")
+    sizes = "num_layers: 32\nhidden_size: 2048\nffn_hidden_size: 8192\nnum_attention_heads: 32\n"
+    (models / "zebra_llama_1B.yaml").write_text(f"extends:\n  - mamba_base.yaml\nis_hybrid_model: true\n{sizes}")
+    (models / "mamba_370M.yaml").write_text(f"extends:\n  - mamba_base.yaml\n{sizes}")
+    for model, says in (
+        (
+            "zebra_llama_1B",
+            "model_type 'hybrid' of 'zebra_llama_1B.yaml' has layers of its own, not read: pass --model",
+        ),
+        ("mamba_370M", "model_type 'mamba' of"),
+        ("diffusion/flux_12b", "makes images"),
+    ):
+        variables = (("LENGTH", "2048"), ("MODEL", model), ("PRIMUS_DIR", str(tmp_path)))
+        with pytest.raises(InputError, match=says):
+            primus.READER.read(EXPERIMENT, LaunchContext(num_devices=8, variables=variables))
 
 
 @given(st.sampled_from(["lm", "bridge", "primus"]), st.integers(0, 10**6), st.text(max_size=6))

@@ -154,7 +154,8 @@ def test_scripts_that_were_not_found_are_listed_but_for_those_of_the_shell(tmp_p
     )
     script = read_script(text, folder=tmp_path)
     assert (script.missing, script.commands) == (["conf/env.sh", "./sizes.sh"], [])
-    assert read_script("source ../secret.sh", folder=tmp_path).missing == ["../secret.sh"]
+    for other in ("../secret.sh", "/root/slime/scripts/models/qwen3-8B.sh", "~/models.sh", ".env"):
+        assert read_script(f"source {other}", folder=tmp_path).missing == [other]
 
 
 def test_scripts_that_source_themselves_are_refused(tmp_path: Path) -> None:

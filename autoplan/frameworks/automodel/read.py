@@ -102,11 +102,11 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     elif attention:
         section.pass_over("attn_implementation")
     backend = section.inside("backend")
-    backend.pass_over("_target_", "enable_hf_state_dict_adapter", "enable_fsdp_optimizations", "rope_fusion", "experts")
+    backend.pass_over("_target_", "enable_hf_state_dict_adapter", "enable_fsdp_optimizations", "experts")
     backend.pass_over("fake_balanced_gate")
-    for key, priced in (("attn", "te"), ("linear", "te"), ("rms_norm", "te")):
+    for key, priced in (("attn", "te"), ("linear", "te"), ("rms_norm", "te"), ("rope_fusion", True)):
         if backend.is_other(key, priced):
-            backend.remark(key, f"priced as {priced}")
+            backend.remark(key, "priced as fused" if priced is True else f"priced as {priced}")
     model = context.model or (find_preset(name) if name is not None else None)
     if model is None:
         raise InputError(f"model {show(name)} is not a known model: pass --model")

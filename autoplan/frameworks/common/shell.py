@@ -33,7 +33,10 @@ _DIRECTIVES = {
 }
 MAX_SOURCED = 20  # scripts that one script may source
 # Scripts that prepare the shell rather than the run: of an environment, a module system, a user.
-_OF_THE_SHELL = re.compile(r"^(/.*|~.*|.*\b(activate|.*rc|.*profile|conda\.sh|modules?\.sh))$")
+_OF_THE_SHELL = re.compile(
+    r"^(/(etc|opt|usr|bin|lib\w*|var|proc|sw|soft\w*|apps?|cvmfs)/.*|~/\.[^/]*"
+    r"|.*\b(activate|.*rc|.*profile|conda\.sh|modules?\.sh|setvars\.sh|set_env\.sh|setenv\.\w+))$"
+)
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 
 
@@ -141,7 +144,7 @@ class _State:
             if token.kind == "operator":
                 if test and token.raw != "\n":
                     command.append(token)
-                elif token.raw in ("<", ">", ">>", ">&", "<&", "&>", "<<<"):
+                elif token.raw in ("<", ">", ">>", ">&", "<&", "&>", "&>>", "<<<"):
                     at += 1
                 elif token.raw == "\n" and at + 1 < len(tokens) and tokens[at + 1].kind.endswith("text"):
                     pass

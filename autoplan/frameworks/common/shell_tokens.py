@@ -12,6 +12,7 @@ NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ASSIGNMENT = re.compile(rf"({NAME})(?:\[(\d+)\])?(\+?)=", re.ASCII)
 _PLACEHOLDER = re.compile(r"<[A-Za-z][\w ./:-]*>(?=[\s\"'`;)/]|$)")  # of a template: <path to checkpoints>
 _OPERATORS = (
+    "&>>",
     "<<<",
     "<<-",
     "&&",

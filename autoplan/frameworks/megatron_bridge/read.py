@@ -86,6 +86,16 @@ _PRECISIONS = (
     ("fp8_delayed", {"fp8": "hybrid", "fp8_recipe": "delayed"}),
     ("fp8_subchannel", {"fp8": "hybrid", "fp8_recipe": "blockwise"}),
 )
+# Those of its benchmarks, by the words that their function takes (perf_recipes/_common.py); gradients in 16 bits.
+_BENCHMARKED = {
+    "bf16": "bf16_mixed",
+    "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
+    "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
+    "fp8_mx": "bf16_with_mxfp8_mixed",
+    "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
+    "nvfp4": "bf16_with_nvfp4_mixed",
+}
+_PRECISION = re.compile(r"(bf16|fp16)(_|$)|_(bf16|fp16)_")
 _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
     "model.virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
     "model.padded_vocab_size": "padded_vocab_size",
@@ -278,6 +288,9 @@ def _add_settings(built: Built, path: str, recipe: _Recipe) -> None:
 def _add(path: str, value: Any, recipe: _Recipe) -> None:
     if isinstance(value, Unknown) and value.is_name and ("." in value.text or path == _ACTIVATION):
         recipe.values[path] = value.text  # an enum member or a type
+    elif path == "mixed_precision" and not _PRECISION.search(_precision(str(getattr(value, "text", value)))):
+        why = "only known when the file runs; priced as bf16"
+        recipe.unread.append(Unread(option=path, value=str(getattr(value, "text", value))[:60], why=why))
     elif isinstance(value, Unknown | Built):
         matters = path.partition(".")[0] not in _HARMLESS or path == "dataset.seq_length"
         text = value.text[:60] if isinstance(value, Unknown) else f"{value.name}(...)"
@@ -317,11 +330,13 @@ def _arguments(path: str, value: Any) -> Iterator[Argument]:
     text = str(value)
     path = path.replace("model.transformer.", "model.")
     if path == "mixed_precision":
-        name = text.replace("-", "_")
+        name = _precision(text)
         yield Argument(path, text, "mixed_precision", text)
         is_half = name.startswith("fp16")
         yield Argument(path, text, "bf16", not is_half)
         yield Argument(path, text, "fp16", is_half)
+        if is_half or text in _BENCHMARKED:
+            yield Argument(path, text, "grad_reduce_in_bf16", True)
         for part, means in _PRECISIONS:
             if part in name:
                 for argument, word in means.items():
@@ -342,6 +357,11 @@ def _arguments(path: str, value: Any) -> Iterator[Argument]:
         yield Argument(path, text, name, value)
     else:
         yield Argument(path, text, path, value)
+
+
+def _precision(text: str) -> str:
+    """Return the registered name of a precision."""
+    return _BENCHMARKED.get(text, text.replace("-", "_"))
 
 
 READER = Reader(target="megatron-bridge", recognises=recognises, read=read)

@@ -197,7 +197,7 @@ def given_arguments(words: Sequence[str]) -> list[Argument]:
             at += 1
         # An unset variable may contain options; after a value or a switch it is not a value.
         keeps = 0 if argument_of(option, ())[0] in SWITCHES else 1
-        strays = [item for item in values[keeps:] if is_open(item) and re.fullmatch(r"\$\{?\w+\}?", item)]
+        strays = [item for item in values[keeps:] if is_open(item) and re.fullmatch(r"\$\{?\w+(\[[@*]\])?\}?", item)]
         values = [item for place, item in enumerate(values) if place < keeps or item not in strays]
         name, value = argument_of(option, values)
         parsed = Unknown(value) if isinstance(value, str) and is_open(value) else typed(value)

@@ -60,8 +60,14 @@ def read(text: str, context: LaunchContext) -> Launch:
         raise InputError("modules.pre_trainer.overrides must be a table")
     values = {str(key): _expanded(value, variables) for key, value in overrides.items()}
     name = str(_expanded(trainer.get("model"), variables))
+    if name.startswith("diffusion/"):
+        raise InputError(f"the preset {name[:60]!r} makes images: only training on the next token is priced")
     read_presets = _presets(name, str(_expanded(trainer.get("config"), variables)), context, variables)
     base = None if read_presets else _model(name, context)
+    model = read_presets | values
+    kind = "hybrid" if model.get("is_hybrid_model") is True else str(model.get("model_type") or "gpt")
+    if kind != "gpt" and context.model is None:
+        raise InputError(f"model_type {kind[:40]!r} of {name[:60]!r} has layers of its own, not read: pass --model")
     defaults = TRAINER | ({"hidden_dropout": 0.0, "attention_dropout": 0.0} if base else LANGUAGE_MODEL)
     arguments = Options(
         (Argument(key, _text(value), key, None if value == "null" else value) for key, value in values.items()),

@@ -37,6 +37,7 @@ from autoplan.frameworks.verl.options import (
 from autoplan.spec.finetuning import FineTuning
 
 _SFT, _PPO = "verl.trainer.sft_trainer", "verl.trainer.main_ppo"
+_CONFIGS = ("", "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")  # trainer/config
 _WORD = re.compile(r"(\+{0,2})([\w.@/]+)=(.*)", re.DOTALL)
 _FIELDS = {path.partition(".")[2]: name for name, path in BRIDGE_FIELDS.items() if path.startswith("model.")}
 _HARMLESS = re.compile(
@@ -73,6 +74,10 @@ def read(text: str, context: LaunchContext) -> Launch:
     if before[-1] == _PPO:
         why = "the update of the actor alone is priced: rollout, reference and rewards are left alone"
         arguments.remarks.append(Unread(option=_PPO, value="", why=why, matters=False))
+    if (config := _config_name(words)) not in _CONFIGS:
+        why = "a configuration of its own, whose settings are not read"
+        arguments.remarks.append(Unread(option="--config-name", value=config, why=why))
+        arguments.is_partial = True
     model = model_of(arguments, "model.path", context)
     if not arguments.flag("model.mtp.enable_train"):
         model = replace(model, num_mtp_layers=0)
@@ -110,6 +115,15 @@ def _settings(words: Sequence[str]) -> dict[str, tuple[str, str]]:
                 name = option_prefix + name[len(place) :]
         settings[name] = (pair[2], pair[3])
     return settings
+
+
+def _config_name(words: Sequence[str]) -> str:
+    """Return the name of the configuration that a command starts from; empty if it does not name one."""
+    for at, word in enumerate(words):
+        option, sign, value = word.partition("=")
+        if option in ("--config-name", "-cn"):
+            return (value if sign else "".join(words[at + 1 : at + 2])).removesuffix(".yaml").removesuffix(".yml")
+    return ""
 
 
 def _name_in(setting: str, in_file: Mapping[str, str]) -> str:
