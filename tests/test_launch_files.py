@@ -129,6 +129,28 @@ def test_of_a_script_that_starts_what_another_file_describes_that_file_is_named(
         read_launch(script, COMPLETE)
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (
+            "srun torchrun --nproc_per_node=4 $HOME/scripts/run.py --config-file $HOME/conf/stage2.yaml",
+            r"run.py with \$HOME/conf/stage2.yaml: read that file",
+        ),
+        (
+            "deepspeed --num_gpus 8 main.py --deepspeed --deepspeed_config=ds.json",
+            "main.py with ds.json: read that file",
+        ),
+        ("/env/bin/torchrun --nnodes=2 -m axolotl.cli.train /data/fft.yaml", "axolotl.cli.train with /data/fft.yaml"),
+        ("srun python -u src/train.py --hidden_width 4096", "it starts src/train.py, which is not known here"),
+        ("python src/train.py --config x.yaml", "is not a known launch file: name its format"),
+    ],
+)
+def test_a_script_of_another_program_says_what_it_starts(tmp_path: Path, command: str, says: str) -> None:
+    (path := tmp_path / "job.sh").write_text(f"#!/bin/bash\n{command}\n")
+    with pytest.raises(InputError, match=says):
+        read_launch(path, LaunchContext())
+
+
 BAD: dict[str, tuple[bytes, str | None, str]] = {
     "nothing known": (b"pip install torch\n", None, "is not a known launch file: name its format with --as"),
     "nothing": (b"", None, "is not a known launch file"),

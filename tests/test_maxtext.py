@@ -212,6 +212,19 @@ def test_words_of_a_command_win_over_the_file_beside_it(tmp_path: Path) -> None:
     assert (launch.plan.dp_replicate, launch.plan.dp_shard, launch.plan.micro_batch) == (16, 8, 2)
 
 
+def test_the_name_of_a_run_may_contain_the_date() -> None:
+    """end_to_end/test_checkpoint_resharding.sh."""
+    sizes = (
+        "base_emb_dim=4096 base_num_query_heads=32 base_num_kv_heads=32 base_mlp_dim=11008 base_num_decoder_layers=8"
+    )
+    script = (
+        "python3 -m MaxText.train MaxText/configs/base.yml run_name=llama-$(date +%Y-%m-%d-%H) head_dim=128 \\\n"
+        f"  vocab_size=32000 {sizes} per_device_batch_size=2 max_target_length=2048 dataset_type=synthetic\n"
+    )
+    launch = read(script, LaunchContext(num_devices=8))
+    assert (launch.model.name, launch.model.num_layers) == ("maxtext-model", 8)
+
+
 def test_a_command_in_the_text_of_another_program_is_read() -> None:
     script = (
         'ARGS="model_name=llama2-7b per_device_batch_size=4 remat_policy=custom decoder_layer_input=offload"\n'

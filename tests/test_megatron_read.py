@@ -549,12 +549,13 @@ PRESETS = {
 }
 
 
-def test_a_preset_of_primus_is_what_its_files_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize("extends", ["extends", "bases"])  # the word of the releases of 2025
+def test_a_preset_of_primus_is_what_its_files_say(extends: str, tmp_path: Path) -> None:
     text = EXPERIMENT.replace("llama3_8B", "qwen3_4B").replace("${LENGTH}", "4096")
     for name, preset in PRESETS.items():
         path = tmp_path / "primus" / "configs" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(preset)
+        path.write_text(preset.replace("extends:", f"{extends}:"))
     (examples := tmp_path / "examples" / "megatron").mkdir(parents=True)
     published = load_model("qwen3-4b")
     guessed = primus.READER.read(text, LaunchContext(num_devices=8))

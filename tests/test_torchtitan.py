@@ -313,6 +313,7 @@ WRONG: dict[str, tuple[str, str]] = {
     "a number": (f"{COMMAND} --training.seq_len long", "training.seq_len must be a whole number"),
     "a batch": (f"{COMMAND} --training.global_batch_size 20", "must be a multiple of 1 on 16 replicas"),
     "an old file": ("torchrun -m torchtitan.train --job.config_file my.toml", "read that file"),
+    "an older one": ("srun torchrun ./train.py --job.config_file my.toml", "starts 'my.toml' of torchtitan 0.2: read"),
     "a value": (
         "from torchtitan.models.llama3 import model_registry\ndef plan():\n    return Trainer.Config("
         "model_spec=model_registry('8B'), training=TrainingConfig(seq_len=int(open('x').read())), "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,13 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_text
 from autoplan.frameworks import plan_file, registry
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
+from autoplan.frameworks.common.shell import read_script
 from autoplan.topology.cluster import ClusterSpec
 
 MAX_BYTES = 2**20  # a launch file is written by hand
+_SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
+_LAUNCHER = re.compile(r"(^|/)(torchrun|deepspeed|accelerate|accelerate-launch|mpirun|srun)$|torch\.distributed\.\w+$")
+_CONFIG = re.compile(r"^(--?[\w.-]+=)?[^-=][^=]*\.(ya?ml|toml|json)$")
 _PAGES = (".md", ".rst", ".txt", ".ipynb")  # may quote launch files but are none
 
 READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambda reader: reader.target))
@@ -91,6 +96,25 @@ def _named_in(path: Path, text: str) -> Path | None:
     return None
 
 
+def _program_in(path: Path, text: str) -> tuple[str, str | None] | None:
+    """Return (the program that a script starts on its devices, the configuration that it is given)."""
+    if path.suffix not in _SCRIPTS:
+        return None
+    try:
+        commands = read_script(text).commands
+    except (InputError, RecursionError):
+        return None
+    for command in commands:
+        words = list(command.words)
+        if not any(_LAUNCHER.search(word) for word in words):
+            continue
+        programs = [at for at, word in enumerate(words) if word.endswith(".py") or words[at - 1 : at] == ["-m"]]
+        if at := next((at for at in programs if not _LAUNCHER.search(words[at]) and words[at] != "debugpy"), None):
+            configs = [word.rpartition("=")[2] for word in words[at + 1 :] if _CONFIG.search(word)]
+            return words[at][-80:], next((config[-120:] for config in configs), None)
+    return None
+
+
 def _recognised(path: Path, text: str) -> Reader:
     try:
         readers = [reader for reader in READERS if reader.recognises(path.name, text)]
@@ -102,4 +126,10 @@ def _recognised(path: Path, text: str) -> Reader:
         raise InputError(f"{path}: does not contain the plan: read {started}, which it starts")
     targets = [reader.target for reader in readers or READERS]
     looks = f"looks like a file of {' and '.join(targets)}" if readers else "is not a known launch file"
+    if not readers and (program := _program_in(path, text)):
+        name, config = program
+        if config:
+            raise InputError(f"{path}: is not a known launch file: it starts {name} with {config}: read that file")
+        looks = f"is not a known launch file: it starts {name}, which is not known here: if its options are"
+        raise InputError(f"{path}: {looks} those of a format, name that with --as ({', '.join(targets)})")
     raise InputError(f"{path}: {looks}: name its format with --as ({', '.join(targets)})")

@@ -169,7 +169,7 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     sizes["num_layers"] *= layers
     experts = read_fields(EXPERTS, options) if block in OF_EXPERTS else None
     return ModelSpec(
-        name=options.text("run_name") or "maxtext-model",
+        name=_name(options),
         **sizes,
         num_kv_heads=None if heads * widths == sizes["num_heads"] else heads * widths,
         head_dim=_unusual(HEAD_DIM.of(options), sizes),
@@ -178,6 +178,15 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
         qk_norm="head" if options.flag("use_qk_norm", norm == "head") else "none",
         moe=Experts(**experts | {"expert_ffn_size": experts["expert_ffn_size"] * widths}) if experts else None,
     )
+
+
+def _name(options: Options) -> str:
+    """Return the name of the run, which may contain the date."""
+    named = options.arguments.get("run_name")
+    if named is None or isinstance(named.value, Unknown):
+        options.pass_over("run_name")
+        return "maxtext-model"
+    return options.text("run_name") or "maxtext-model"
 
 
 def _unusual(head_dim: int, sizes: Fields) -> int | None:

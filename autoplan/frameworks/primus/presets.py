@@ -30,8 +30,15 @@ def preset(folder: Path, kind: str, name: str, depth: int = 0) -> dict[str, Any]
     if not path.is_relative_to(folder.resolve()) or not is_file(path):
         return None
     table = parse_yaml(read_text(path, most_bytes=MAX_BYTES) or "{}", str(path))
-    extended = table.pop("extends", None) or []
     merged: dict[str, Any] = {}
-    for base_name in [extended] if isinstance(extended, str) else extended:
-        merged |= preset(folder, kind, str(base_name), depth + 1) or {}
-    return merged | table
+    for base_name in [*_names(table.pop("bases", None)), *_names(table.pop("extends", None))]:
+        merged |= preset(folder, kind, base_name, depth + 1) or {}
+    merged |= table
+    for included in _names(merged.pop("includes", None)):
+        merged |= preset(folder, kind, included, depth + 1) or {}
+    return merged
+
+
+def _names(value: Any) -> list[str]:
+    """Return the names of the presets that a preset extends: `bases` in the releases of 2025, later `extends`."""
+    return [str(name) for name in (value if isinstance(value, list) else [value] if value else [])]

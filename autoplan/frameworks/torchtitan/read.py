@@ -78,7 +78,9 @@ def recognises(name: str, text: str) -> bool:
         )
     if name.endswith(".py"):
         return "model_registry(" in text or ("torchtitan" in text and "Trainer.Config" in text)
-    return any(train in text for train in _TRAINS) or ("torchtitan" in text and any(item in text for item in _ENTRIES))
+    return any(train in text for train in (*_TRAINS, f"--{_OLD_FILE}")) or (
+        "torchtitan" in text and any(item in text for item in _ENTRIES)
+    )
 
 
 def read(text: str, context: LaunchContext) -> Launch:
@@ -319,6 +321,8 @@ def _module_beside(module: str, context: LaunchContext) -> str | None:
 def _start(command: Command) -> int | None:
     """Return the index of the training program among the words of a command; None if there is none."""
     ends = (*_TRAINS, *_ENTRIES)
+    if any(word.startswith(f"--{_OLD_FILE}") for word in command.words):  # its train.py of 0.1, beside the script
+        ends = (*ends, "train.py")
     return next((at for at, word in enumerate(command.words) if word.endswith(ends)), None)
 
 
