@@ -320,7 +320,7 @@ def _module_beside(module: str, context: LaunchContext) -> str | None:
 
 def _start(command: Command) -> int | None:
     """Return the index of the training program among the words of a command; None if there is none."""
-    ends = (*_TRAINS, *_ENTRIES)
+    ends: tuple[str, ...] = (*_TRAINS, *_ENTRIES)
     if any(word.startswith(f"--{_OLD_FILE}") for word in command.words):  # its train.py of 0.1, beside the script
         ends = (*ends, "train.py")
     return next((at for at, word in enumerate(command.words) if word.endswith(ends)), None)
