@@ -87,3 +87,22 @@ def test_the_import_of_a_folder_or_file_knows_the_logs(tmp_path: Path) -> None:
     (folder / "node0-pid100.log").write_text(line(0, "AllReduce", 1, 8, 1) + "\n{")
     with pytest.raises(InputError, match=r"pid100.log, line 2: no line of NCCL Inspector"):
         read_source(str(folder), device="h100-sxm")
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value"),
+    [
+        ("metadata", "dump_timestamp_us", 2**60),
+        ("coll_perf", "coll_exec_time_us", -1),
+        ("coll_perf", "coll_msg_size_bytes", "many"),
+        ("header", "n_ranks", 0),
+        ("header", "rank", 2**40),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_their_line(tmp_path: Path, part: str, name: str, value: object) -> None:
+    content = json.loads(line(0, "AllReduce", 1, 8, 1))
+    content[part][name] = value
+    path = tmp_path / "node0-pid100.log"
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=r"line 1: no line of NCCL Inspector: .*" + name):
+        read_source(str(path), device="h100-sxm")

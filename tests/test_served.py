@@ -213,10 +213,11 @@ def test_the_command_tells_who_measured_what_where_and_when(url: str, tmp_path: 
             shape=measured.shape,
             dtype="bf16",
             samples_s=(measured.seconds,),
+            kernel="sdpa",
             measured_by="ada",
             host="node7",
             measured_at="2026-11-20T12:00:00Z",
-            conditions={"other_load": "0.3 %"},
+            conditions={"other_load": "0.3 %", "backend": "flash FA2"},
         )
         for measured in TIMES
     ]
@@ -230,7 +231,7 @@ def test_the_command_tells_who_measured_what_where_and_when(url: str, tmp_path: 
     assert records[0].key[:12] in qkv
     facts = next(line for line in shown.stdout.splitlines() if line.startswith(records[0].key[:12]))
     assert facts.split()[1:3] == ["node7", "2026-11-20"]
-    assert all(word in facts for word in ("ada", "0.3 %", "2.13.0", "nccl 2.28.3", "570.86"))
+    assert all(word in facts for word in ("ada", "0.3 %", "sdpa, flash FA2", "2.13.0", "nccl 2.28.3", "570.86"))
     found = json.loads(run(tmp_path, "explain", "plan.json", "--timings", "--json", "--db", url).stdout)
     named = {source["source"] for need in found["needed"] for source in need["sources"]}
     assert set(found["records"]) == named

@@ -77,6 +77,7 @@ def facts_of(record: Record, now: datetime | None = None) -> RecordFacts:
         age = ((now or datetime.now(UTC)) - datetime.fromisoformat(record.measured_at)).total_seconds() / 86_400
     return RecordFacts(
         key=record.key,
+        kernel=", ".join(filter(None, (record.kernel, record.conditions.get("backend")))),
         device=record.fingerprint.device,
         host=record.host,
         measured_by=record.measured_by,

@@ -22,7 +22,7 @@ NEED_COLUMNS: tuple[tuple[str, bool], ...] = (
 )
 RECORD_COLUMNS: tuple[tuple[str, bool], ...] = (
     *(("record", False), ("host", False), ("day", False), ("age", True), ("by", False), ("load", True)),
-    ("spread", True),
+    *(("spread", True), ("kernel", False)),
     *(("torch", False), ("collectives", False), ("driver", False)),
 )
 MAX_NEIGHBOURS = 3  # records named for an interpolated time
@@ -123,7 +123,7 @@ def record_rows(sources: StepSources) -> Iterator[tuple[str, ...]]:
             yield (
                 *(key, facts.host, facts.measured_at[:10], _age_words(facts), facts.measured_by, facts.other_load),
                 "" if facts.spread is None else format_percent(facts.spread),
-                *(facts.torch, facts.collectives, facts.driver),
+                *(facts.kernel, facts.torch, facts.collectives, facts.driver),
             )
 
 

@@ -35,6 +35,7 @@ class RecordFacts:
     """Origin of a record: who measured it, where and when, and how calm the machine was."""
 
     key: str
+    kernel: str  # what ran, with the backend that it chose
     device: str
     host: str
     measured_by: str

@@ -47,7 +47,7 @@ class _Header(msgspec.Struct):
 class _Metadata(msgspec.Struct):
     hostname: str
     pid: int
-    dump_timestamp_us: int = 0
+    dump_timestamp_us: Annotated[int, msgspec.Meta(ge=0, lt=2**52)] = 0
 
 
 class _Collective(msgspec.Struct):
