@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoplan.cost.estimate import stage_costs
+from autoplan.api.problem import make_problem
+from autoplan.base.errors import InputError
+from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.kernels.arithmetic import (
     attention_context,
     count_parameters,
@@ -19,10 +21,13 @@ from autoplan.cost.kernels.arithmetic import (
     model_flops_per_token,
 )
 from autoplan.cost.kernels.block_shapes import block_shapes
+from autoplan.frameworks.common.rules import check_legal
+from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import Block, Experts, LatentAttention, Mamba, ModelSpec
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.training import TrainingSpec
 from model_specs import gpt
 from problems import problem_for
 
@@ -343,3 +348,39 @@ def test_operations_are_six_a_matrix_parameter_and_the_core(layers: int, kv: int
     matrices = count_parameters(model) - norms - 512 * 64 * width  # the embedding is looked up, not multiplied
     core = 6 * layers * seq_len * 64 * width
     assert model_flops_per_token(model, seq_len) == pytest.approx(6 * matrices + core)
+
+
+def test_matrices_of_low_rank_take_as_much_less() -> None:
+    """S17, FinGPT-HPC: h x h by h x r and r x h with r = h / 8 is a quarter of it, with r = h / 2 the same."""
+    hidden = 4096
+    square = ModelSpec(
+        name="square", num_layers=8, hidden_size=hidden, vocab_size=64, num_heads=32, ffn_size=hidden, gated_mlp=False
+    )
+    plan = PlanBatch.of([ParallelPlan(global_batch=4, micro_batch=4)], 8)
+    whole, quarter, same = (dataclasses.replace(square, low_rank=rank) for rank in (0, 512, 2048))
+    scores = 3 * 8 * 2 * 1024 * 2 * hidden  # of attention, over half of 2,048 tokens
+    ends = count_parameters(dataclasses.replace(square, num_layers=1)) - 6 * hidden**2
+    norms = 7 * 2 * hidden
+    for model, share in ((quarter, 0.25), (same, 1.0)):
+        assert count_parameters(model) == 8 * share * 6 * hidden**2 + ends + norms
+        less = model_flops_per_token(whole, 2048) - model_flops_per_token(model, 2048)
+        assert less == pytest.approx((1 - share) * (model_flops_per_token(whole, 2048) - scores - 6 * 64 * hidden))
+    costs = [
+        estimate(make_problem(model, cluster="h100-sxm:1x1", seq_len=2048), plan) for model in (whole, quarter, same)
+    ]
+    states = [sum(float(cost.memory_terms_bytes[name][0]) for name in ("weights", "optimizer")) for cost in costs]
+    assert states[1] / states[0] == pytest.approx(0.25, rel=0.01)
+    assert states[2] == states[0]
+    assert costs[1].terms_s["gemm"][0] / costs[0].terms_s["gemm"][0] == pytest.approx(0.25, rel=0.3)
+    assert costs[1].step_s[0] < 0.6 * costs[0].step_s[0]
+    assert costs[2].terms_s["gemm"][0] == pytest.approx(costs[0].terms_s["gemm"][0], rel=0.1)
+    with pytest.raises(InputError, match="low_rank goes with plain attention and dense MLPs alone"):
+        dataclasses.replace(MIXTRAL, low_rank=8)
+    with pytest.raises(InputError, match="matrices of low rank with tp 2: only tp 1 is priced"):
+        check_legal(
+            RULES,
+            quarter,
+            TrainingSpec(seq_len=2048),
+            ParallelPlan(global_batch=8, micro_batch=1, tp=2),
+            "megatron-core",
+        )

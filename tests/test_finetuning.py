@@ -224,21 +224,28 @@ def test_tensor_parallel_ranks_send_what_adapters_need_and_gather_inputs_once() 
 
 
 def test_a_frozen_model_in_four_bits_takes_two_thirds_of_a_gigabyte() -> None:
-    """AlphaTuning's claim: 1.3 billion weights in 4 bits and .1 % of trained parameters, .67 GB instead of 20.8 GB."""
+    """S26, AlphaTuning: 1.3 billion weights in 4 bits, .1 % trained: .67 GB instead of 20.8 GB, and no ZeRO."""
     model = ModelSpec(
-        name="opt-1.3b", num_layers=24, hidden_size=2048, vocab_size=64, num_heads=32, ffn_size=8192, gated_mlp=False
+        name="1.3b", num_layers=26, hidden_size=2048, vocab_size=64, num_heads=32, ffn_size=8192, gated_mlp=False
     )
-    tuned = FineTuning(rank=4, targets=("q_proj", "v_proj"), quantization="nf4")
+    tuned = FineTuning(rank=6, targets=("q_proj", "v_proj"), quantization="nf4-dq")
     adapters = count_trained_parameters(model, tuned)
-    assert adapters / count_parameters(model) == pytest.approx(0.001, rel=0.4)
+    assert count_parameters(model) == pytest.approx(1.3e9, rel=0.01)
+    assert adapters / count_parameters(model) == pytest.approx(0.001, rel=0.05)
     memory = {}
     for tuning in (tuned, None):
         problem = _problem(model, tuning, "deepspeed-zero")
-        costs = estimate(problem, PlanBatch.of([ParallelPlan(global_batch=1, sharding="none", grad_dtype="bf16")], 24))  # type: ignore[arg-type]
+        costs = estimate(problem, PlanBatch.of([ParallelPlan(global_batch=1, sharding="none", grad_dtype="bf16")], 26))  # type: ignore[arg-type]
         memory[tuning] = sum(float(costs.memory_terms_bytes[name][0]) for name in ("weights", "gradients", "optimizer"))
-    # 4 bits, their scales of 1/16 byte a weight, and 16 bytes for every trained parameter.
-    assert memory[tuned] == pytest.approx(0.5625 * count_parameters(model) + 16 * adapters, rel=0.01)
-    assert memory[None] == pytest.approx(16 * count_parameters(model), rel=0.01)
+    assert memory[tuned] == pytest.approx(0.67e9, rel=0.05)  # of which .02 GB are scales
+    assert memory[None] == pytest.approx(20.8e9, rel=0.01)
+    plans = [
+        autoplan.search(
+            model, cluster="a100-sxm-40:1x8", global_batch=64, seq_len=2048, finetune=tuning, framework=name
+        )
+        for tuning, name in ((tuned, "transformers"), (None, "transformers"))
+    ]
+    assert [found.file.best.plan.sharding for found in plans] == ["none", "zero2"]
 
 
 def test_frozen_weights_make_sharding_needless() -> None:
@@ -249,20 +256,6 @@ def test_frozen_weights_make_sharding_needless() -> None:
     )  # fmt: skip
     assert found.file.best.plan.sharding != "zero3"
     assert found.file.best.plan.tp == found.file.best.plan.pp == 1
-
-
-def test_matrices_of_low_rank_take_as_much_less() -> None:
-    """FinGPT-HPC: h x h replaced by h x r and r x h with r = h/8 has a quarter of the parameters and operations."""
-    hidden = 4096
-    for rank, share in ((512, 0.25), (2048, 1.0)):
-        narrow = FineTuning(rank=rank, targets=("o_proj",))
-        model = replace(load_model("llama-7b"))
-        adapters = count_trained_parameters(model, narrow)
-        assert adapters == share * model.num_layers * hidden**2
-        frozen = FineTuning(rank=1, targets=("o_proj",))
-        more = model_flops_per_token(model, 2048, narrow) - model_flops_per_token(model, 2048, frozen)
-        of_rank_1 = 6 * model.num_layers * 2 * hidden
-        assert more == pytest.approx(6 * share * model.num_layers * hidden**2 - of_rank_1)
 
 
 @pytest.mark.parametrize("framework", ["torch", "deepspeed-zero", "megatron-core", "torchtitan"])

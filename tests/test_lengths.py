@@ -320,6 +320,20 @@ def test_the_best_static_degree_is_found_and_its_idle_share_said() -> None:
     assert any(text.startswith("unpadded: 0.0 % padding; ranks wait ") for text in lines)
 
 
+def test_degrees_of_context_parallelism_need_not_be_powers_of_two() -> None:
+    """S38: of the degrees up to 12 that divide 48 devices, 12 leaves least of them idle, and less than 8 does."""
+    options: dict[str, Any] = {"cluster": "h100-sxm:6x8", "seq_len": 2730 * 24, "lengths": "1k:56,64k:1"}
+    options |= {"global_batch": 48, "batching": "unpadded", "fix": ["tp=1", "pp=1", "micro_batch=1"]}
+    best, of_eight = (
+        autoplan.search("llama3-8b", at_most=[f"cp={most}"], prefer="fastest", **options).file.best for most in (12, 8)
+    )
+    assert best.plan.cp == 12
+    assert of_eight.plan.cp <= 8
+    assert best.step_s < of_eight.step_s
+    idle = [plan.terms_s["uneven_lengths"] / plan.step_s for plan in (best, of_eight)]
+    assert idle[0] < idle[1]
+
+
 def test_padding_lowers_the_rate_of_useful_tokens() -> None:
     """S47: six of ten tokens are no padding, and the rate is .6 of that of whole sequences."""
     rates = [

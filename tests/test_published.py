@@ -10,19 +10,25 @@ import pytest
 from autoplan.api.problem import make_problem
 from autoplan.cost.estimate import estimate
 from autoplan.cost.pipeline.closed_forms import one_forward_one_backward_s
+from autoplan.cost.step import straggler_share
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.estimate import VERDICTS, CostEstimate
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.training import TrainingSpec
+from autoplan.spec.training import Attention, TrainingSpec
 from model_specs import gpt
 from problems import problem_for
 
 
 def priced(
-    model: ModelSpec, plans: list[ParallelPlan], *, framework: Framework | None = None, network_gb_per_s: float = 25.0
+    model: ModelSpec,
+    plans: list[ParallelPlan],
+    *,
+    framework: Framework | None = None,
+    network_gb_per_s: float = 25.0,
+    attention: Attention = "megatron-fused",
 ) -> CostEstimate:
     """The plans on DGX A100 nodes with 8 x HDR200, the cluster of the paper (Selene)."""
     nodes = max(plans[0].num_devices // 8, 1)
@@ -32,7 +38,7 @@ def priced(
         model,
         cluster,
         framework or load_framework("megatron-lm-2021"),
-        training=TrainingSpec(seq_len=2048, precision="fp16", attention="megatron-fused"),
+        training=TrainingSpec(seq_len=2048, precision="fp16", attention=attention),
     )
     return estimate(problem, PlanBatch.of(plans, model.num_layers))
 
@@ -233,3 +239,25 @@ def test_an_optimizer_on_the_host_costs_and_frees_what_was_measured() -> None:
     cost = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
     assert cost.step_s[1] - cost.step_s[0] == pytest.approx(0.926, rel=0.15)
     assert cost.memory_bytes[0] - cost.memory_bytes[1] == pytest.approx(4.71 * 2**30, rel=0.1)
+
+
+def test_kernels_that_are_not_fused_take_as_much_longer_as_their_operations() -> None:
+    """S47: 113 to 135 TFLOP/s of 175 billion parameters by fusion (SC21, section 5.6), from the bytes of both kernels.
+
+    Scale, mask, softmax in fp32 and dropout move 61 bytes a score one by one; biases, GELU, dropout and sums twice as
+    much as their fused kernels.
+    """
+    fused = load_framework("megatron-lm-2021")
+    eager = fused.changed(bytes_per_unfused_score=61.0, kernel_bytes_factor=2.0)
+    model, plans = gpt(96, 12288, 96), [plan(1536, t=8, p=12)]
+    by_kernels = [
+        priced(model, plans, framework=framework, attention=attention)
+        for framework, attention in ((fused, "megatron-fused"), (eager, "unfused"))
+    ]
+    steps, terms = (
+        [cost.step_s[0] for cost in by_kernels],
+        ("attention", "memory_bound", "recompute", "pipeline_bubble"),
+    )
+    assert steps[1] / steps[0] == pytest.approx(135 / 113, rel=0.08)
+    longer = sum(by_kernels[1].terms_s[name][0] - by_kernels[0].terms_s[name][0] for name in terms)
+    assert steps[1] - steps[0] == pytest.approx(longer * (1 + straggler_share(np.array([96]))[0]), rel=0.02)

@@ -294,6 +294,7 @@ class ModelSpec:
     value_head_dim: int | None = None  # None: as wide as heads of queries and keys
     ffn_size: int = 0  # dense MLP; 0 only where every layer is MoE
     matrix_groups: int = 1  # blocks of which all matrices but that behind attention are made (SqueezeBERT)
+    low_rank: int = 0  # width between the two matrices that stand for each one of attention and MLP (FinGPT-HPC)
     gated_mlp: bool = True
     squared_relu: bool = False  # between two matrices of an MLP without a gate
     clamped_activation: bool = False  # both halves of a gated MLP's first matrix are limited before their product
@@ -377,6 +378,9 @@ class ModelSpec:
         if self.shared_layers and (self.moe or len(set(self.layers)) > 1 or self.num_mtp_layers):
             raise InputError("shared_layers needs layers that are alike, without moe and num_mtp_layers")
         check_count("matrix_groups", self.matrix_groups, at_most=self.hidden_size)
+        check_count("low_rank", self.low_rank, at_least=0, at_most=MAX_SIZE)
+        if self.low_rank and (self.moe or self.mla or self.linear_attention or self.layer_pattern or self.any_encoder):
+            raise InputError("low_rank goes with plain attention and dense MLPs alone")
         check_count("norms_per_block", self.norms_per_block, at_most=2)
         check_count("max_positions", self.max_positions, at_least=0)
         check_count("full_attention_interval", self.full_attention_interval, at_least=0, at_most=MAX_LAYERS)
@@ -484,6 +488,7 @@ class ModelSpec:
             "two attention streams": self.attention_streams > 1,
             "an encoder": self.any_encoder is not None,
             "matrices of blocks": self.matrix_groups > 1,
+            "matrices of low rank": self.low_rank > 0,
             "heads of another size in layers with a window": self.window_attention is not None,
             "values narrower than keys": self.value_head_dim is not None,
             "parts of its own in its blocks (additions)": bool(self.additions),

@@ -241,11 +241,12 @@ def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict
     """Shapes from `block_shapes` without those of an encoder."""
     layers = [*model.layers, *([model.mtp_layer] if model.num_mtp_layers else [])]
     kinds = sorted({block for layer in layers for block in layer})
-    shapes = {kind: _with_additions(model, kind, _SHAPES[kind](model)) for kind in kinds}
+    shapes = {kind: _with_additions(model, kind, _of_low_rank(model, _SHAPES[kind](model))) for kind in kinds}
     if finetuning is None or not finetuning.has_adapters:
         return shapes
-    if model.cross_attention or model.shared_layers:
+    if model.cross_attention or model.shared_layers or model.low_rank:
         part = "the cross attention" if model.cross_attention else "the shared layers"
+        part = "the matrices of low rank" if model.low_rank else part
         raise InputError(f"adapters beside {part} of {model.name} are not priced: train all weights")
     adapted = {kind: with_adapters(model, shape, finetuning) for kind, shape in shapes.items()}
     adapted_names = {name for _, names in adapted.values() for name in names}
@@ -255,6 +256,21 @@ def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict
         )
         raise InputError(f"model {model.name} has no module {missing[0]}: its linear layers are {', '.join(modules)}")
     return {kind: shape for kind, (shape, _) in adapted.items()}
+
+
+def _of_low_rank(model: ModelSpec, shape: BlockShape) -> BlockShape:
+    """Return the shape with two narrow matrices for each: of queries, keys and values, and of gate and up, for each."""
+    if not model.low_rank:
+        return shape
+    pieces = {"qkv": 3, "fc1": 2 if model.gated_mlp else 1}
+    pairs = (
+        (
+            Linear(f"{ADDED}{linear.name}", linear.in_size, pieces.get(linear.name, 1) * model.low_rank, "replicated"),
+            replace(linear, in_size=model.low_rank),
+        )
+        for linear in shape.linears
+    )
+    return replace(shape, linears=tuple(linear for pair in pairs for linear in pair))
 
 
 def _with_additions(model: ModelSpec, block: Block, shape: BlockShape) -> BlockShape:

@@ -160,6 +160,10 @@ RULES: tuple[Rule, ...] = (
         text=lambda s, p: f"layers that share their weights with pp {p.pp}: only pp 1 is priced",
     ),
     Rule(
+        holds=lambda s, b: (b.tp == 1) | (not s.model.low_rank),
+        text=lambda s, p: f"matrices of low rank with tp {p.tp}: only tp 1 is priced",
+    ),
+    Rule(
         holds=lambda s, b: (b.tp == 1) | (s.model.mamba is None or not s.model.mamba.dt_rank),
         text=lambda s, p: f"scans of Mamba-1 with tp {p.tp}: only tp 1 is priced",
     ),
