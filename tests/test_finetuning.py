@@ -489,7 +489,7 @@ def test_megatron_bridge_has_adapters_of_both_kinds() -> None:
             ALL,
             "Megatron-LM cannot express LoRA of rank 16 on all-linear: use --to .*megatron-bridge",
         ),
-        ("torchtitan", "torchtitan", ALL, "torchtitan cannot express LoRA"),
+        ("torchtitan", "torchtitan", replace(ALL, dora=True), "torchtitan cannot express DoRA"),
         ("torch", "autoplan", ALL, "the built-in trainer cannot express LoRA"),
         ("megatron-core", "megatron-bridge", replace(ALL, quantization="nf4"), "cannot express frozen weights in nf4"),
         ("transformers", "accelerate", FineTuning(frozen=("embed_tokens",)), "cannot express a frozen embed_tokens"),

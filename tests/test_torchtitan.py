@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.cost.kernels.arithmetic import count_parameters
+from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.frameworks.common.job import Job
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.rules import broken
@@ -26,6 +26,7 @@ from autoplan.frameworks.torchtitan.read import _facts, read, recognises
 from autoplan.frameworks.torchtitan.rules import RULES
 from autoplan.launch.targets import exported, job_of
 from autoplan.readers.model import load_model
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
@@ -59,6 +60,11 @@ def titan(model: ModelSpec = LLAMA, **plan: Any) -> PlanFile:
     return replace(plan_file, framework=TITAN)
 
 
+def tuned(finetuning: FineTuning, model: ModelSpec = LLAMA, **plan: Any) -> PlanFile:
+    plan_file = titan(model, main_weights="bf16", **plan)
+    return replace(plan_file, training=replace(plan_file.training, finetuning=finetuning))
+
+
 COMMAND = "torchrun --nproc_per_node=8 --nnodes 2 -m torchtitan.train --module llama3 --config llama3_8b"
 SEVEN = (1, 2, 2, 2, 1, 1, 0, 1)
 PLANS: dict[str, PlanFile] = {
@@ -83,6 +89,8 @@ PLANS: dict[str, PlanFile] = {
     "prediction": titan(replace(DEEP, num_mtp_layers=1), ep=8, dp_shard=8),
     "loss in pieces": titan(tp=2, sp=True, dp_shard=4, chunked_loss=True),
     "sinks": titan(SINKS, ep=4, cp=2, dp_shard=4),
+    "adapters": tuned(FineTuning(rank=8, targets=("all-linear",)), tp=2, sp=True, dp_shard=4),
+    "adapters of some": tuned(FineTuning(rank=4, alpha=4, targets=("q_proj", "k_proj", "v_proj")), QWEN, dp_shard=8),
 }
 
 
@@ -115,6 +123,34 @@ def test_a_module_is_read_back_to_its_plan(name: str, version: str) -> None:
     launch = read_back(job_of(plan_file, f"torchtitan@{version}"))
     assert (launch.model, launch.training, launch.plan) == (plan_file.model, plan_file.training, plan_file.best.plan)
     assert launch.unread == ()
+
+
+@pytest.mark.parametrize(
+    ("finetuning", "says"),
+    [
+        (FineTuning(rank=8, quantization="nf4"), "torchtitan cannot express frozen weights in nf4"),
+        (FineTuning(rank=8, targets=("k_proj",)), r"adapters on k_proj .it takes q_proj, .* keys with values"),
+        (FineTuning(rank=8, dropout=0.1), "dropout of adapters, 0.1"),
+        (FineTuning(frozen=("embed_tokens",)), "full fine-tuning, embed_tokens frozen"),
+    ],
+)
+def test_what_torchtitan_trains_otherwise_is_refused(finetuning: FineTuning, says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        job_of(tuned(finetuning, dp_shard=8), "torchtitan")
+
+
+def test_adapters_need_weights_in_16_bits_and_version_3() -> None:
+    tuning = FineTuning(rank=8, targets=("all-linear",))
+    wide = titan(dp_shard=8)
+    with pytest.raises(InputError, match="adapters beside frozen weights in fp32: plan with main_weights=bf16"):
+        job_of(replace(wide, training=replace(wide.training, finetuning=tuning)), "torchtitan")
+    with pytest.raises(InputError, match=r"adapters in version 0\.2: export for 0\.3"):
+        job_of(tuned(tuning, load_model("llama3.1-8b"), dp_shard=8), "torchtitan@0.2")
+    module = job_of(tuned(tuning, dp_shard=8), "torchtitan").files[0].text
+    for listed, why in (('"w1", "w3", "w2"', "on w9 are not priced"), ("target_modules=", "adapts the head too")):
+        changed = module.replace(listed, '"w9"' if why.startswith("on") else "others=")
+        with pytest.raises(InputError, match=why):
+            read(changed, LaunchContext())
 
 
 @st.composite
@@ -603,7 +639,9 @@ def test_torchtitan_accepts_the_plan_and_means_the_same(name: str, answered: dic
     if plan.pp > 1:
         layers = [sum(name.startswith("layers.") for name in stage) for stage in answer["stages"]]
         assert tuple(layers) == chunk_layers(plan, model.num_layers)
-    assert answer["parameters"] == count_parameters(model, with_mtp=True)
+    finetuning = PLANS[name].training.finetuning
+    adapters = count_trained_parameters(model, finetuning) if finetuning else 0
+    assert answer["parameters"] == count_parameters(model, with_mtp=True) + adapters
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -12,12 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError, refuse
 from autoplan.base.files import decode, read_table, shipped
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import written
-from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
+from autoplan.frameworks.common.rules import Rule, all_true, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import gathers_ahead, only, stages_last
 from autoplan.frameworks.torchtitan.families import builder_of, family_of, write_sizes
 from autoplan.frameworks.torchtitan.options import (
@@ -32,11 +33,13 @@ from autoplan.frameworks.torchtitan.options import (
     write_parallelism,
 )
 from autoplan.frameworks.torchtitan.rules import RULES
-from autoplan.spec.enums import Fp8Scaling, Precision
+from autoplan.frameworks.torchtitan.tuning import CONVERTER, converter_of, refused
+from autoplan.spec.enums import Fp8Scaling, MainWeights, Precision
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
+from autoplan.spec.workload import Workload
 
 MODULE, TOML = "plan_cfg.py", "torchtitan.toml"
 _OLD = "0.2"
@@ -88,6 +91,10 @@ def job(plan_file: PlanFile, version: str) -> Job:
 # -- what the target does not support ---------------------------------------------------------------------------------
 
 
+def _has_adapters(workload: Workload, batch: PlanBatch) -> Bools:
+    return all_true(batch) & workload.training.has_adapters
+
+
 _LIMITS_OF_ALL = (
     stages_last("it numbers stages last, leave it out"),
     only("ep_overlap", False, why="it overlaps expert traffic in no schedule that is priced here"),
@@ -105,6 +112,14 @@ _LIMITS_OF_ALL = (
 LIMITS = (
     *_LIMITS_OF_ALL,
     Rule(
+        holds=lambda s, b: (b.main_weights == MainWeights.BF16.code) | (not s.training.has_adapters),
+        text=lambda s, p: "adapters beside frozen weights in fp32: plan with main_weights=bf16 (training.dtype)",
+    ),
+    Rule(
+        holds=lambda s, b: ~_has_adapters(s, b) if s.model.moe or s.model.mla else all_true(b),
+        text=lambda s, p: "adapters beside experts and latent attention: use another target",
+    ),
+    Rule(
         holds=lambda s, b: (b.precision != Precision.FP8.code) | (b.fp8_scaling == Fp8Scaling.ROWWISE.code),
         text=lambda s, p: f"fp8_scaling {p.fp8_scaling}: 0.3 scales rows alone, plan so or use --to torchtitan@0.2",
     ),
@@ -114,6 +129,10 @@ _OLD_LIMITS = (
     Rule(
         holds=lambda s, b: ~b.chunked_loss,
         text=lambda s, p: "chunked_loss in version 0.2: export for 0.3",
+    ),
+    Rule(
+        holds=lambda s, b: ~_has_adapters(s, b),
+        text=lambda s, p: "adapters in version 0.2: export for 0.3",
     ),
     Rule(
         holds=lambda s, b: b.precision != Precision.NVFP4.code,
@@ -157,6 +176,8 @@ def module_text(plan_file: PlanFile, version: str) -> str:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     family = family_of(model)
     converters = _converters(plan, model, compiled=_compiles(training))
+    if training.finetuning is not None and training.has_adapters:
+        converters.append((CONVERTER, _call(f"{CONVERTER}.Config", converter_of(training.finetuning), 4)))
     inside = {"flavor": model.name, "model": Code("model()")}
     body = [
         f'    model_spec = replace({family}.model_registry("debugmodel"), {_arguments(inside)})',
@@ -195,12 +216,13 @@ def _imports(family: str, plan_file: PlanFile, converters: list[str], version: s
     rope = "CosSinRoPE" if family in ("qwen3", "gpt_oss") else "ComplexRoPE"
     recompute = plan_file.best.plan.recompute
     modules: dict[str, list[str]] = {
+        "torchtitan.components.lora": [CONVERTER] if CONVERTER in converters else [],
         "torchtitan.components.loss": [
             *(["ChunkedLossWrapper"] if plan_file.best.plan.chunked_loss else []),
             *([] if plan_file.model.num_mtp_layers else ["CrossEntropyLoss"]),
         ],
         "torchtitan.components.optimizer": ["default_adamw"],
-        "torchtitan.components.quantization": sorted(converters),
+        "torchtitan.components.quantization": sorted(set(converters) - {CONVERTER}),
         "torchtitan.config": ["CompileConfig", "ParallelismConfig", "TrainingConfig"],
         "torchtitan.distributed.activation_checkpoint": [POLICIES[recompute]] if recompute in POLICIES else [],
         "torchtitan.hf_datasets.text_datasets": [] if is_main else ["HuggingFaceTextDataLoader"],
@@ -307,6 +329,8 @@ def _layers(family: str, plan_file: PlanFile, version: str) -> tuple[str, dict[s
     }
     if model.moe:
         values["moe_comm_backend"] = "standard"
+    if plan_file.training.has_adapters:
+        values["fuse_qkv"] = False  # with adapters for queries, keys and values, as priced
     builder = builder_of(family, model)
     return f"{family}.{builder}", values | write_sizes(builder, plan_file)
 
@@ -407,4 +431,5 @@ TARGET = Target(
     versions=("0.3", _OLD, "main"),
     limits=LIMITS,
     other_limits={_OLD: _OLD_LIMITS},
+    refused_tuning=refused,
 )

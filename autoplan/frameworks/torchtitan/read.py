@@ -40,8 +40,10 @@ from autoplan.frameworks.torchtitan.options import (
     read_sequence,
     read_sharding,
 )
+from autoplan.frameworks.torchtitan.tuning import CONVERTER, finetuning_of
 from autoplan.readers.model import load_model
 from autoplan.spec.enums import Fp8Scaling
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -62,6 +64,7 @@ class Content:
     model: ModelSpec | None  # None if the file does not set it
     precision: str = "bf16"
     fp8_scaling: Fp8Scaling = Fp8Scaling.ROWWISE
+    finetuning: FineTuning | None = None
     recompute: str | None = "selective"
     chunked_loss: bool = False
     num_devices: int | None = None
@@ -256,6 +259,8 @@ def _read_model(content: Content, spec: Any, function: str) -> None:
         precision = next((word for word, prefix in CONVERTERS.items() if name.startswith(prefix)), None)
         if precision is not None:
             content.precision = precision
+        elif name == CONVERTER:
+            content.finetuning = finetuning_of(converter.named)
         else:
             content.unread.append(Unread(option="converters", value=name or _text(converter), why="not known"))
 
@@ -461,6 +466,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
             seq_len=seq_len,
             precision=content.precision,  # type: ignore[arg-type]
             fused_norm=None if compiled else False,
+            finetuning=content.finetuning,
         ),
         plan=ParallelPlan.derived(**axes),
         options=(*options.options(), *content.read_apart),
