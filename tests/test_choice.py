@@ -41,7 +41,7 @@ def found() -> SearchResult:
 def test_every_term_of_a_step_belongs_to_one_component_or_to_all() -> None:
     named = [name for names in COMPONENTS.values() for name in names]
     assert len(set(named)) == len(named)
-    assert set(STEP_TERMS) - set(named) == {"stragglers", "uneven_lengths", "input"}
+    assert set(STEP_TERMS) - set(named) == {"stragglers", "uneven_lengths", "input", "encoder_ranks"}
 
 
 def test_a_ratio_is_as_unsure_as_what_the_plans_spend_on_different_things() -> None:

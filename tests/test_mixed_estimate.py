@@ -25,7 +25,7 @@ from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind, as_parallel, che
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
-from autoplan.topology.cluster import NodeGroup, WanSpec
+from autoplan.topology.cluster import WanSpec
 from autoplan.topology.mixed_cluster import BetweenSpec, MixedCluster, joined
 from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled, stages, whole
 from pipeline_oracle import simulate_blocking
@@ -327,13 +327,10 @@ def test_shares_that_do_not_add_up_and_other_schedules_are_refused() -> None:
         plan_of(kinds=(replicas(1, 4, (0, 8, 12)),), schedule="zb-h1")
 
 
-def test_parts_with_sites_or_named_nodes_are_refused() -> None:
+def test_parts_with_sites_are_refused() -> None:
     wan = replace(H2, wan=WanSpec(nodes_per_site=1, bandwidth_bytes_per_s=1e9, latency_s=0.01))
     with pytest.raises(InputError, match="make every site a part"):
         MixedCluster(name="m", parts=(wan, A4))
-    named = replace(H2, nodes=(NodeGroup(names=("a", "b"), switches=("s",)),))
-    with pytest.raises(InputError, match="names its nodes"):
-        MixedCluster(name="m", parts=(named, A4))
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
