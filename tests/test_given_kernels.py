@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,7 @@ word = "no function"
 def mine(tmp_path: Path) -> Path:
     path = tmp_path / "mine.py"
     path.write_text(MINE)
+    (tmp_path / "torch.py").write_text(MINE)
     return path
 
 
@@ -118,6 +120,11 @@ def test_a_changed_file_is_another_kernel_and_a_library_says_its_version(mine: P
 def test_what_is_not_here_or_does_not_run_is_said(mine: Path, operation: Operation, name: str, said: str) -> None:
     with pytest.raises(InputError, match=said):
         check_runs(given_kernels({operation: name.format(mine=mine)}), "fp32", CPU)
+
+
+def test_a_file_shadows_no_module(mine: Path) -> None:
+    given_kernels({"norm": f"{mine.with_name('torch.py')}:Norm"})
+    assert sys.modules["torch"] is torch
 
 
 def test_types_with_scales_are_refused(mine: Path) -> None:

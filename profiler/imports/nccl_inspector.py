@@ -35,6 +35,8 @@ _OPERATIONS: dict[str, Operation] = {
     "Broadcast": "broadcast",
 }
 _OF_ONE_RANK = ("all_gather", "reduce_scatter")
+# Communicator, collective and its number there: NCCL counts each kind by itself.
+_Call = tuple[str, str, int]
 _Count = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 
 
@@ -84,10 +86,10 @@ def read_inspector_records(path: Path, *, device: str | None = None) -> list[Rec
     processes = sorted({(line.metadata.hostname, line.metadata.pid) for line in lines})
     number = {process: at for at, process in enumerate(processes)}
     on_host = Counter(host for host, _ in processes)
-    by_call: dict[tuple[str, int], dict[int, _Line]] = defaultdict(dict)
+    by_call: dict[_Call, dict[int, _Line]] = defaultdict(dict)
     for line in lines:
-        if line.coll_perf is not None:
-            by_call[line.header.id, line.coll_perf.coll_sn][line.header.rank] = line
+        if (collective := line.coll_perf) is not None:
+            by_call[line.header.id, collective.coll, collective.coll_sn][line.header.rank] = line
     machine = Fingerprint(
         device=device, devices_per_node=max(on_host.values(), default=0), num_hosts=len(on_host), collectives="nccl"
     )
@@ -121,13 +123,13 @@ def _lines(path: Path) -> Iterator[_Line]:
 
 
 def _timed(
-    by_call: Mapping[tuple[str, int], Mapping[int, _Line]], number: Mapping[tuple[str, int], int]
+    by_call: Mapping[_Call, Mapping[int, _Line]], number: Mapping[tuple[str, int], int]
 ) -> Iterator[tuple[Timed, str]]:
     """Yield the collectives as the rank saw them that came last, with the reason why a time is not clean."""
     members: dict[str, set[int]] = defaultdict(set)
-    for (communicator, _), by_rank in by_call.items():
+    for (communicator, *_), by_rank in by_call.items():
         members[communicator] |= {number[line.metadata.hostname, line.metadata.pid] for line in by_rank.values()}
-    for (communicator, _), by_rank in by_call.items():
+    for (communicator, *_), by_rank in by_call.items():
         first = next(iter(by_rank.values()))
         collective, num_ranks = first.coll_perf, first.header.n_ranks
         assert collective is not None

@@ -80,14 +80,13 @@ def _imported(name: str) -> GivenKernel:
     path = Path(place)
     try:
         if path.suffix == ".py":
-            content = path.read_bytes()
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            tag = hashlib.sha256(path.read_bytes()).hexdigest()[:8]  # a changed file is another kernel
+            spec = importlib.util.spec_from_file_location(f"autoplan_kernel_{tag}", path)
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
-            sys.modules[path.stem] = module  # as an import would
+            sys.modules[spec.name] = module  # as an import would; no file of a user's shadows another module
             spec.loader.exec_module(module)
-            tag = hashlib.sha256(content).hexdigest()[:8]  # a changed file is another kernel
             place = path.name
         else:
             module = importlib.import_module(place)
