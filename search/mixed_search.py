@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up
-from autoplan.base.errors import InputError
+from autoplan.base.errors import AutoplanError, InputError
 from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.spreads import NORMAL_90
@@ -82,8 +83,45 @@ def search_mixed(
 
     Plans that fit are ranked; if there are none, plans that may run out of memory, as on equal nodes.  `space_of`
     returns the plans of a single part; `accepts` says which plans the framework can start, of those with `equal` parts.
-    The simplest plan that is slower than the fastest by at most `margin`, a share, comes first.
+    The simplest plan that is slower than the fastest by at most `margin`, a share, comes first.  Where the best plan
+    leaves many devices idle, since their number divides badly, parts with fewer nodes are searched too.
     """
+    result = _search_all(problem, global_batch, space_of, accepts, equal, margin)
+    if result.ranked and result.ranked[0].plan.num_devices >= MIN_USED * problem.cluster.num_devices:
+        return result
+    smaller = [
+        _search_all(fewer, global_batch, space_of, accepts, equal, margin) for fewer in _with_fewer_nodes(problem)
+    ]
+    return best_of([result, *(replace(found, ranked=_priced_on(problem, found)) for found in smaller)])
+
+
+def _with_fewer_nodes(problem: MixedProblem) -> Iterator[MixedProblem]:
+    """Yield the problem with one node less in a part, or as many as the next power of two."""
+    parts = problem.cluster.parts
+    for at, part in enumerate(parts):
+        for nodes in sorted({part.num_nodes - 1, 1 << (part.num_nodes.bit_length() - 1)} - {0, part.num_nodes}):
+            fewer = (*parts[:at], replace(part, num_nodes=nodes, nodes=()), *parts[at + 1 :])
+            yield replace(problem, cluster=replace(problem.cluster, parts=fewer))
+
+
+def _priced_on(problem: MixedProblem, result: MixedResult) -> tuple[MixedCost, ...]:
+    """Return the plans of a result on a part of a cluster, with their prices on all of it."""
+    costs: list[MixedCost] = []
+    for cost in result.ranked:
+        with suppress(AutoplanError):  # some states are sharded over whole parts alone
+            costs += estimate_mixed(problem, [cost.plan])
+    return tuple(costs)
+
+
+def _search_all(
+    problem: MixedProblem,
+    global_batch: int,
+    space_of: Callable[[Problem], Space],
+    accepts: Accepts,
+    equal: Equal,
+    margin: float,
+) -> MixedResult:
+    """Return the result of a search in which every part in use has all of its devices in use."""
     alone = [problem.alone(part) for part in range(len(problem.cluster.parts))]
     spaces = tuple(_priced(space_of(own)) for own in alone)
     results_alone = [
@@ -97,12 +135,11 @@ def search_mixed(
 
 
 def best_of(results: Sequence[MixedResult]) -> MixedResult:
-    """Join searches with different batches: plans with the highest rates first, and what all bounds leave open."""
+    """Join searches of one cluster: plans with the highest rates first, and what all bounds leave open."""
+    results = [result for result in results if result.ranked] or results[:1]
     if len(results) == 1:
         return results[0]
     plans = sorted(itertools.chain(*(result.ranked for result in results)), key=lambda cost: -cost.sequences_per_s)
-    if not plans:
-        return results[0]
     certificates = [result.certificate for result in results]
     most = max(result.ranked[0].sequences_per_s / (1 - result.certificate.gap) for result in results if result.ranked)
     certificate = replace(

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import autoplan
 from autoplan.api.problem import load_any_cluster, make_mixed_problem, make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.cost.mixed.estimate import estimate_mixed
@@ -254,6 +255,37 @@ def test_one_more_part_never_makes_the_best_plan_slower(speed: float) -> None:
     both = search_mixed(problem_of(one, more), 16)
     assert both.ranked[0].step_s <= search_mixed(problem_of(one), 16).ranked[0].step_s * (1 + 1e-9)
     assert 0 <= both.certificate.gap < 0.3
+
+
+def test_one_more_node_makes_the_best_plan_hardly_slower() -> None:
+    """Of batches that divide badly as well; plans that nearly fill the cluster may lose 1 % against one node less."""
+    choices, names = random.Random(3), ("h100-sxm", "a100-sxm", "mi300x", "rtx-4090")
+    for to in ("torchtitan", "deepspeed", "megatron-lm", "autoplan"):
+        one, other = choices.sample(names, 2)
+        nodes, beside, batch = choices.choice((2, 3)), choices.choice((1, 2)), choices.choice((60, 84, 100))
+        steps = [
+            autoplan.search_mixed(
+                "qwen2.5-0.5b",
+                cluster=f"{one}:{number}x8+{other}:{beside}x8",
+                global_batch=batch,
+                seq_len=2048,
+                to=to,
+                prefer="fastest",
+            ).best.step_s
+            for number in (nodes, nodes + 1)
+        ]
+        assert steps[1] <= 1.01 * steps[0], (to, one, nodes, other, beside, batch)
+
+
+def test_a_node_that_does_not_divide_the_batch_is_left_idle() -> None:
+    words = {"global_batch": 100, "seq_len": 2048, "to": "torchtitan"}
+    three, four = (
+        autoplan.search_mixed("qwen2.5-0.5b", cluster=f"a100-sxm:{nodes}x8+mi300x:2x8", **words).best
+        for nodes in (3, 4)
+    )
+    assert four.plan == three.plan
+    assert four.plan.num_devices_on(0) == 24
+    assert four.step_s == pytest.approx(three.step_s)
 
 
 def test_parts_in_another_order_have_the_same_best_plan() -> None:

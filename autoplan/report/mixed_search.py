@@ -69,8 +69,11 @@ def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
     ]
     if text := input_text(file):
         lines.append(("input", text))
-    if idle := [name for at, name in enumerate(names) if at not in best.plan.parts]:
-        lines.append(("idle", ", ".join(idle)))
+    totals = [part.num_devices for part in file.cluster.parts]
+    free = [total - best.plan.num_devices_on(at) for at, total in enumerate(totals)]
+    if any(free):
+        counts = zip(free, totals, names, strict=True)
+        lines.append(("idle", ", ".join(f"{count} of {total} {name}" for count, total, name in counts if count)))
     if file.certificate:
         lines.append(("searched", certificate_line(file.certificate, names)))
     print_lines(console, lines)

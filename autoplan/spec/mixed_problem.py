@@ -359,7 +359,7 @@ def mixes_vendors(problem: MixedProblem, plan: MixedPlan) -> str | None:
 
 
 def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
-    """Refuse what would travel between parts in every layer, except for whole parts whose weights or gradients do so.
+    """Refuse what would travel between parts in every layer, except for whole nodes whose weights or gradients do so.
 
     Ranks that gather weights or reduce gradients in every micro-batch wait for each other until all have as many.
     """
@@ -379,9 +379,9 @@ def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
         )
     for at in used if len(used) > 1 else ():
         degrees = {stage.tp for kind in plan.kinds for stage in kind.stages if stage.part == at}
-        is_whole = plan.num_devices_on(at) == problem.cluster.parts[at].num_devices
+        is_whole = plan.num_devices_on(at) % problem.cluster.parts[at].devices_per_node == 0
         if len(degrees) > 1 or not is_whole or any(len(kind.stages) > 1 for kind in plan.kinds):
             raise UnpricedError(
                 f"sharding {common.sharding!r} over several parts is priced for replicas of one stage and one tp that "
-                "fill their parts: use zero1"
+                "fill whole nodes: use zero1"
             )
