@@ -193,7 +193,37 @@ def make_mixed_problem(
 
 
 def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemOptions) -> _Parts:
-    training = options.get("training")
+    images = options.get("images")
+    if images is not None and not isinstance(images, ImageCounts):
+        images = load_images(str(images))
+    training = _training(seq_len, images, options)
+    loaded = load_model(model)
+    for name in ("expert_imbalance", "capacity_factor"):
+        if loaded.moe is None and options.get(name) is not None:
+            flag = name.replace("_", "-")
+            raise InputError(f"--{flag} needs a model with experts, {loaded.name} has none: leave it out")
+    is_tuned = training.preference is not None or (training.finetuning is not None and training.finetuning.has_adapters)
+    framework = load_framework(options.get("framework", ADAPTER_FRAMEWORK if is_tuned else DEFAULT_FRAMEWORK))
+    if options.get("capacity_factor") is not None:
+        framework = framework.preferring("token_dropping=on")
+    reserve = options.get("reserve_memory", 0.0)
+    return _Parts(
+        model=with_encoder_options(
+            loaded,
+            images=images,
+            image_tokens=options.get("image_tokens"),
+            encoder_len=options.get("encoder_len"),
+            ranks=options.get("encoder_ranks"),
+        ),
+        training=training,
+        framework=framework,
+        reserve_bytes=parse_size(reserve) if isinstance(reserve, str) else reserve,
+    )
+
+
+def _training(seq_len: int | None, images: ImageCounts | None, options: ProblemOptions) -> TrainingSpec:
+    """Return the training that the options describe; they go before those of a whole `training` among them."""
+    training, finetune = options.get("training"), options.get("finetune")
     table = asdict(training) if training else {}
     table |= {"seq_len": seq_len} if seq_len is not None else {}
     for name, words in (("precision", tuple(Precision)), ("attention", get_args(Attention)), ("optimizer", OPTIMIZERS)):
@@ -204,18 +234,13 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         if value not in words:
             raise InputError(f"--{name} {value!r}: must be one of {', '.join(words)}")
         table[name] = value
-    if options.get("optimizer") is None and (optimizer := optimizer_of(options.get("finetune"))) is not None:
+    if options.get("optimizer") is None and (optimizer := optimizer_of(finetune)) is not None:
         table["optimizer"] = optimizer
-    tuning = combined(
-        options.get("finetune"), options.get("lora_rank"), options.get("lora_targets"), options.get("quantize")
-    )
+    tuning = combined(finetune, options.get("lora_rank"), options.get("lora_targets"), options.get("quantize"))
     if tuning is not None:
         table["finetuning"] = asdict(tuning)
     if (lengths := options.get("lengths")) is not None:
         table["lengths"] = asdict(lengths if isinstance(lengths, Lengths) else load_lengths(str(lengths)))
-    images = options.get("images")
-    if images is not None and not isinstance(images, ImageCounts):
-        images = load_images(str(images))
     if images is not None and len(images.histogram) > 1:
         table["images"] = asdict(images)
     for name in ("document_len", "expert_imbalance", "capacity_factor", "batching"):
@@ -223,34 +248,11 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
             table[name] = value
     if rates := _input_rates(options):
         table["input_rates"] = [asdict(rate) for rate in rates]
-    if preference := preference_of(options.get("finetune"), options.get("loss"), options.get("reference")):
+    if preference := preference_of(finetune, options.get("loss"), options.get("reference")):
         table["preference"] = asdict(preference)
-    has_adapters = tuning is not None and tuning.has_adapters
-    usual = ADAPTER_FRAMEWORK if has_adapters or preference is not None else DEFAULT_FRAMEWORK
-    reserve = options.get("reserve_memory", 0.0)
-    reserve_bytes = parse_size(reserve) if isinstance(reserve, str) else reserve
     if options.get("batching") is not None and not table.get("lengths"):
         raise InputError(f"--batching {options['batching']!r} needs samples of different lengths: give --lengths too")
-    loaded = load_model(model)
-    framework = load_framework(options.get("framework", usual))
-    for name in ("expert_imbalance", "capacity_factor"):
-        if loaded.moe is None and options.get(name) is not None:
-            flag = name.replace("_", "-")
-            raise InputError(f"--{flag} needs a model with experts, {loaded.name} has none: leave it out")
-    if options.get("capacity_factor") is not None:
-        framework = framework.preferring("token_dropping=on")
-    return _Parts(
-        model=with_encoder_options(
-            loaded,
-            images=images,
-            image_tokens=options.get("image_tokens"),
-            encoder_len=options.get("encoder_len"),
-            ranks=options.get("encoder_ranks"),
-        ),
-        training=decode(TrainingSpec, table, "training"),
-        framework=framework,
-        reserve_bytes=reserve_bytes,
-    )
+    return decode(TrainingSpec, table, "training")
 
 
 def _input_rates(options: ProblemOptions) -> list[InputRate]:
