@@ -1,23 +1,17 @@
-"""Time to build the graph of a cluster, folded and with every component a vertex.
-
-usage: python benchmarks/topology.py [--report REPORT.md]
-"""
+"""Time to build the graph of a cluster, folded and with every component a vertex."""
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import os
 import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from expanded import expand
+from reports import make_parser, write_report
 
-from autoplan.base.files import write_text
 from autoplan.base.units import format_seconds
 from autoplan.readers.cluster import load_cluster
 from autoplan.report.cluster_drawing import draw
@@ -67,27 +61,18 @@ def _row(name: str, cluster: ClusterSpec) -> str:
 
 def main() -> None:
     """Print the table, and write it where `--report` says."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report", type=Path)
-    report = parser.parse_args().report
+    report = make_parser(__doc__).parse_args().report
     rows = [_row(name, load_cluster(name)) for name in CLUSTERS]
     rows.append(_row("h100-sxm:2048x8, fragmented", _fragmented(load_cluster("h100-sxm:2048x8"))))
-    text = "\n".join(
-        [
-            f"# The graph of a cluster, {datetime.date.today()}",
-            "",
-            f"Best of {REPEATS}, Python {platform.python_version()} on {platform.machine()}, "
-            f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.",
-            "",
-            "| cluster | devices | classes / edges | fold | cut in halves | draw | every part |",
-            "|---|---|---|---|---|---|---|",
-            *rows,
-            "",
-        ]
+    head = (
+        "| cluster | devices | classes / edges | fold | cut in halves | draw | every part |",
+        "|---|---|---|---|---|---|---|",
     )
-    print(text)
+    table = "\n".join([*head, *rows])
+    print(table)
     if report:
-        write_text(report, text, force=True)
+        load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores ({platform.machine()})"
+        write_report(report, "The graph of a cluster", f"best of {REPEATS}, {load}", table)
 
 
 if __name__ == "__main__":
