@@ -43,6 +43,7 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch  # noqa: E402
 from autoplan.spec.problem import Problem  # noqa: E402
 from autoplan.spec.training import TrainingSpec  # noqa: E402
 from autoplan.trainer.transformer import Layer  # noqa: E402
+from model_specs import QWEN_VL  # noqa: E402
 from saved_bytes import saved_sizes  # noqa: E402
 
 SMALL = ModelSpec(name="small", num_layers=4, hidden_size=256, vocab_size=2048, num_heads=8, ffn_size=704)
@@ -492,13 +493,25 @@ def test_megatron_bridge_has_adapters_of_both_kinds() -> None:
         ("torchtitan", "torchtitan", replace(ALL, dora=True), "torchtitan cannot express DoRA"),
         ("torch", "autoplan", ALL, "the built-in trainer cannot express LoRA"),
         ("megatron-core", "megatron-bridge", replace(ALL, quantization="nf4"), "cannot express frozen weights in nf4"),
-        ("transformers", "accelerate", FineTuning(frozen=("embed_tokens",)), "cannot express a frozen embed_tokens"),
+        ("transformers", "hf-trainer", FineTuning(frozen=("embed_tokens",)), "cannot express a frozen embed_tokens"),
         ("transformers", "accelerate", replace(ALL, targets=("q_proj", "all-linear")), "all-linear stands alone"),
     ],
 )
 def test_what_a_target_would_not_train_so_is_refused(framework: str, target: str, tuned: FineTuning, says: str) -> None:
     with pytest.raises(InputError, match=says):
         autoplan.export(_planned(framework=framework, finetune=tuned), to=target)
+
+
+@pytest.mark.parametrize(("framework", "target"), [("transformers", "accelerate"), ("deepspeed-hf", "deepspeed")])
+def test_programs_of_the_user_freeze_parts_of_their_models(framework: str, target: str) -> None:
+    tuned = FineTuning(frozen=("vision_tower", "embed_tokens"))
+    model = read_huggingface(QWEN_VL, "qwen2.5-vl-7b")
+    found = autoplan.estimate(
+        *(model,), cluster="h100-sxm:1x8", global_batch=8, seq_len=4096, framework=framework, finetune=tuned,
+        plan={"sharding": "zero3"},
+    )  # fmt: skip
+    script = autoplan.export(found, to=target).texts["launch.sh"]
+    assert "freezes encoder and embed_tokens (requires_grad_(False))" in script
 
 
 def test_files_say_that_sequences_are_packed_from_documents() -> None:

@@ -118,7 +118,7 @@ def test_pairs_that_vary_wait_for_the_longest_of_both(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"loss": "ppo"}, "preference loss: loss must be one of dpo, reward, got 'ppo'"),
+        ({"loss": "kto"}, "preference loss: loss must be one of dpo, reward, got 'kto'"),
         ({"reference": "copy"}, "--reference 'copy' needs a preference loss"),
         ({"loss": "dpo", "reference": "base"}, "reference base needs adapters"),
         ({"loss": "reward", "reference": "copy"}, "a reward model has no reference"),
@@ -153,12 +153,24 @@ def test_stages_of_llama_factory_are_read(settings: str, preference: Preference 
     assert launch.plan.global_batch == 16
 
 
+@pytest.mark.parametrize("loss", ["grpo", "ppo"])
+def test_several_models_at_once_are_refused_with_what_they_need(loss: str) -> None:
+    options: dict[str, Any] = {"cluster": "h100-sxm:1x8", "global_batch": 8, "seq_len": 2048}
+    with pytest.raises(
+        InputError, match="would need the tokens generated in a step, and devices and layout of actor, critic"
+    ):
+        autoplan.search("llama3-8b", loss=loss, **options)
+
+
 def test_adapters_of_llama_factory_take_their_base() -> None:
     text = "stage: dpo\nfinetuning_type: lora\ncutoff_len: 2048\nbf16: true\nper_device_train_batch_size: 1\n"
     assert llama_factory.read(text, CONTEXT).training.preference == Preference(reference="base")
     named = llama_factory.read(text + "ref_model: some/other\n", CONTEXT)
     assert named.training.preference == COPY
-    with pytest.raises(InputError, match="stage 'ppo' is not priced: only sft, pt, dpo and rm are"):
+    with pytest.raises(
+        InputError,
+        match="stage 'ppo' is not priced: only sft, pt, dpo and rm are: of several models at once it would need",
+    ):
         llama_factory.read(text.replace("dpo", "ppo"), CONTEXT)
 
 

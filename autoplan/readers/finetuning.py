@@ -13,7 +13,7 @@ from autoplan.base.values import parse_count
 from autoplan.readers.preference import of_rl, of_stage
 from autoplan.spec.finetuning import ALL_LINEAR, DEFAULT_TARGETS, QUANTIZED_BYTES, FineTuning, Quantization
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
-from autoplan.spec.preference import Preference
+from autoplan.spec.preference import LOSSES, Preference, what_several_models_need
 
 ADAPTER_CONFIG = "adapter_config.json"
 _OF_ADAPTERS = ("r", "targets", "dropout", "quantize", "train")  # settings of all methods but full
@@ -116,6 +116,8 @@ def preference_of(
         return preference
     if loss is None and preference is None:
         raise InputError(f"--reference {str(reference)[:20]!r} needs a preference loss: give --loss dpo too")
+    if loss is not None and (needed := what_several_models_need(loss)):
+        raise InputError(f"--loss {loss[:20]!r} is not priced, only {' and '.join(LOSSES)} are{needed}")
     table = {"loss": loss or (preference.loss if preference else None), "reference": reference}
     return decode(Preference, table, "preference loss")
 

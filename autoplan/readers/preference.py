@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.spec.preference import Preference
+from autoplan.spec.preference import Preference, what_several_models_need
 
 # Settings that are read here, or that do not affect sizes.
 OF_PREFERENCES = (
@@ -21,7 +21,7 @@ def _pairs(loss: str, where: str, *, precomputed: bool = False) -> Preference:
     """Return the preference for a pairwise loss, by its name in the programs."""
     if loss not in _PAIR_LOSSES:
         names = ", ".join(_PAIR_LOSSES)
-        raise InputError(f"{where} {loss[:20]!r} is not priced: only {names} are")
+        raise InputError(f"{where} {loss[:20]!r} is not priced: only {names} are{what_several_models_need(loss)}")
     return Preference(reference="none" if precomputed or not _PAIR_LOSSES[loss] else None)
 
 
@@ -33,7 +33,8 @@ def of_stage(table: Mapping[str, Any], where: str) -> Preference | None:
     if stage == "rm":
         return Preference(loss="reward")
     if stage != "dpo":
-        raise InputError(f"{where}: stage {str(stage)[:20]!r} is not priced: only sft, pt, dpo and rm are")
+        needed = what_several_models_need(str(stage))
+        raise InputError(f"{where}: stage {str(stage)[:20]!r} is not priced: only sft, pt, dpo and rm are{needed}")
     preference = _pairs(str(table.get("pref_loss", "sigmoid")), f"{where}: pref_loss")
     return Preference(reference="copy") if preference.reference is None and table.get("ref_model") else preference
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -14,6 +15,22 @@ Loss = Literal["dpo", "reward"]
 Reference = Literal["copy", "base", "none"]
 LOSSES: tuple[Loss, ...] = get_args(Loss)
 REFERENCES: tuple[Reference, ...] = get_args(Reference)
+
+
+# Objectives whose actor learns from what it generates, beside models that judge it.
+_SEVERAL_MODELS = re.compile(
+    r"(?<![a-z])(ppo|grpo|gspo|sapo|rloo|reinforce|nash|xpo|online_\w+)(?![a-z])", re.IGNORECASE
+)
+
+
+def what_several_models_need(objective: str) -> str:
+    """Say what a price of several models at once would need, after a colon; empty for an objective of one model."""
+    if not _SEVERAL_MODELS.search(objective):
+        return ""
+    return (
+        ": of several models at once it would need the tokens generated in a step, and devices and layout of actor, "
+        "critic, reward and rollout; the update of the actor alone is priced without it"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

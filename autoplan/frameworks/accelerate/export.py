@@ -16,7 +16,7 @@ from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, Launc
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, only
-from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, peft_duties, peft_files, refused_by_lora_config
+from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, peft_duties, peft_files, refused_of_own_programs
 from autoplan.frameworks.fsdp2.rules import rules_offering
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
 from autoplan.spec.enums import MainWeights, Offload, Precision, Recompute, ReduceType, Sharding
@@ -237,6 +237,6 @@ TARGET = Target(
     rules=("fsdp2", "accelerate"),
     job=job,
     limits=_LIMITS_OF_FILES,
-    refused_tuning=refused_by_lora_config,
+    refused_tuning=refused_of_own_programs,
     optimizers=tuple(WRITTEN_OPTIM),
 )

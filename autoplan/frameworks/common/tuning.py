@@ -24,9 +24,17 @@ def refused_by_peft(finetuning: FineTuning) -> str:
     """Say what of a fine-tuning the files of PEFT cannot carry; empty where they carry all of it."""
     if finetuning.frozen:
         return f"a frozen {' and '.join(finetuning.frozen)} beside trained weights"
-    if finetuning.quantization == "int4":
-        return "weights in int4 (GPTQ and AWQ checkpoints have their own settings)"
-    return ""
+    return _refused_weights(finetuning)
+
+
+def _refused_weights(finetuning: FineTuning) -> str:
+    is_own = finetuning.quantization == "int4"
+    return "weights in int4 (GPTQ and AWQ checkpoints have their own settings)" if is_own else ""
+
+
+def refused_of_own_programs(finetuning: FineTuning) -> str:
+    """Say what PEFT's LoraConfig cannot carry to a program of the user, which freezes parts itself."""
+    return refused_targets(finetuning) or _refused_weights(finetuning)
 
 
 def refused_targets(finetuning: FineTuning) -> str:
@@ -56,7 +64,9 @@ def peft_files(plan_file: PlanFile) -> tuple[File, ...]:
 
 
 def peft_duties(plan_file: PlanFile) -> list[str]:
-    """Duties of the program that reads the files."""
+    """Duties of the program that reads the files, or freezes parts of its model."""
+    if (finetuning := plan_file.training.finetuning) is not None and finetuning.frozen:
+        return [f"freezes {' and '.join(finetuning.frozen)} (requires_grad_(False))"]
     names = [file.name for file in peft_files(plan_file)]
     loads = (
         [f"loads its model in the format of {QUANTIZED} (BitsAndBytesConfig.from_dict)"] if QUANTIZED in names else []

@@ -16,7 +16,7 @@ from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
-from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_by_lora_config
+from autoplan.frameworks.common.tuning import peft_duties, peft_files, refused_of_own_programs
 from autoplan.frameworks.deepspeed.options import (
     ACCUMULATION,
     ACCUMULATOR,
@@ -138,6 +138,6 @@ TARGET = Target(
     versions=("0.19.8", _WITH_MICS),
     limits=LIMITS,
     other_limits={_WITH_MICS: _LIMITS_WITH_MICS},
-    refused_tuning=refused_by_lora_config,
+    refused_tuning=refused_of_own_programs,
     optimizers=("adam", "adam8bit", "adam8bit-bnb", "adafactor", "lion", "sgd"),
 )

@@ -17,7 +17,7 @@ from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.readers.preference import OF_PREFERENCES, of_trl_program
 from autoplan.spec.enums import Precision
 from autoplan.spec.lengths import UNEVEN, Batching
-from autoplan.spec.preference import Preference
+from autoplan.spec.preference import Preference, what_several_models_need
 
 # Programs of TRL whose loss needs more than one pass, or which generate (trl/scripts).
 _OTHER_LOSSES = re.compile(
@@ -97,7 +97,7 @@ def preference_of(options: Options, program: str) -> Preference | None:
     if losses or _OTHER_LOSSES.search(program):
         raise InputError(
             f"{losses[0] if losses else program}: only training on the next token, on pairs (dpo) and of reward models "
-            "is priced"
+            f"is priced{what_several_models_need(program)}"
         )
     return None
 
