@@ -48,12 +48,10 @@ print(json.dumps({
     "bf16_over_fp32": 0 if cuda else product_s(torch.bfloat16) / product_s(torch.float32),
 }))
 """
-# The distributions of frameworks, and of the kernels that they take, by what they are called.
-DISTRIBUTIONS = {
-    **{name: distribution for entry in FRAMEWORKS for name, distribution in entry.distributions.items()},
-    "Transformer Engine": "transformer-engine",
-    "FlashAttention": "flash-attn",
-}
+# The distributions of frameworks, by what they are called.
+DISTRIBUTIONS = {name: distribution for entry in FRAMEWORKS for name, distribution in entry.distributions.items()}
+# Whose kernels frameworks run in place of torch's.
+KERNEL_LIBRARIES = ("transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4", "apex", "bitsandbytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +283,15 @@ def _frameworks() -> Iterator[Check]:
     says = ", ".join(f"{name} {version}" for name, version in versions.items())
     yield Check(
         part="frameworks", state="ok" if versions else "absent", says=says or "none: exporting launch files needs none"
+    )
+    libraries = {name: _version(name) for name in KERNEL_LIBRARIES}
+    present = ", ".join(f"{name} {version}" for name, version in libraries.items() if version)
+    missing = ", ".join(name for name, version in libraries.items() if not version)
+    yield Check(
+        part="kernels",
+        state="ok" if present else "absent",
+        says="; without ".join(filter(None, (present or "torch's alone", missing))),
+        remedy="measure those of a library with autoplan profile --kernel" if present else "",
     )
     version = _version("optuna-dashboard")
     yield Check(
