@@ -192,7 +192,13 @@ def lines(folder: Path, steps: int, rounds: int) -> list[str]:
             own_s, equal_s = (1000 * statistics.median(seconds[at] for seconds in measured[name]) for name in rivals)
             words.append(f"{own_s:.0f} and {equal_s:.0f} ms: {equal_s / own_s:.2f} times as fast")
         predicted = rivals["equal"].best.step_s / plan.best.step_s
-        cells = (case.name, plan.described(plan.best), f"{predicted:.2f} times", *words, f"{worst:.1e}")
+        cells = (
+            case.name,
+            plan.described(plan.best).replace("|", "/"),
+            f"{predicted:.2f} times",
+            *words,
+            f"{worst:.1e}",
+        )
         rows.append(f"| {' | '.join(cells)} |")
         print(rows[-1], file=sys.stderr, flush=True)
     return rows
@@ -216,7 +222,7 @@ def main() -> None:
             "The plan found beside the same stages with equal micro-batches and layers.  "
             f"By `autoplan run` over gloo on {os.cpu_count()} cores beside a load of {load:.1f}; "
             "halved ranks spin for as long as they compute.  Medians of "
-            f"{arguments.rounds} rounds of {arguments.steps} steps.",
+            f"{arguments.steps} steps, in rounds: {arguments.rounds}.",
             "",
             *lines(arguments.folder, arguments.steps, arguments.rounds),
             "",

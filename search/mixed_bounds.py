@@ -15,6 +15,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.collectives.pipeline_messages import message_s
+from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.cost.memory.stage_memory import transient_bytes
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.cost.step import straggler_share
@@ -27,11 +28,13 @@ from autoplan.search.mixed_pipeline_bounds import ROUNDING, PipelineBounds, Ways
 from autoplan.search.space import Space
 from autoplan.search.structures import Equal, Pipelines, Structure, pipelines
 from autoplan.spec.axes import MAX_DEGREE, SEARCHED
-from autoplan.spec.enums import Schedule, Sharding
+from autoplan.spec.enums import NARROW_PRECISIONS, Schedule, Sharding
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
 from autoplan.spec.plan import PlanBatch, even_chunks
 from autoplan.spec.problem import Problem
 
+HALF_BYTES = 2  # of gradients and weights that are exchanged, unless these are quantised
+QUANTIZED = ("quantized_gathers", "quantized_reductions")
 FIRST_CHUNKS = 6  # limit on virtual stages of interleaved pipelines in the first round
 
 
@@ -260,6 +263,25 @@ class MixedSpace:
             m = np.clip((ways.most_rate * within_s / size + ROUNDING).astype(np.int64), 1, m)
         passes_s, chunks = self._passes_s(ways, m, costs, states)
         return Rates(most=m * size / passes_s, chunks=chunks, end_s=self._rest_s(ways, states))
+
+    def exchange_s(self, groups: Sequence[Ways]) -> float:
+        """Lower bound on the exchange of gradients and updated weights between groups on parts that are far apart."""
+        problem, used = self.problem, frozenset(itertools.chain(*(ways.parts for ways in groups)))
+        is_quantized = any(own.limits.of(axis) != (False,) for own in self.spaces for axis in QUANTIZED)
+        if is_quantized or len(used) > len(groups) or not all(problem.is_apart(part, used) for part in used):
+            return 0.0
+        model, training = problem.model, problem.training
+        trained = count_parameters(model)
+        if training.finetuning is not None:
+            trained = count_trained_parameters(model, training.finetuning)
+        element_bytes = HALF_BYTES + (1 if training.precision in NARROW_PRECISIONS else HALF_BYTES)
+        sent_bytes = trained * element_bytes * (1 - 1 / len(groups))
+        seconds = []
+        for part in used:
+            count, calibration = problem.cluster.parts[part].num_devices, problem.calibrations[part]
+            rate = count * problem.between(part, used, count).bytes_per_s / calibration.scale_out
+            seconds.append(min(calibration.overall, 1.0) * sent_bytes / rate)
+        return max(seconds)
 
     def _rest_s(self, ways: Ways, costs: dict[int, KindCosts]) -> Floats:
         """Time of the end of a step on the fastest part."""

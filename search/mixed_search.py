@@ -217,10 +217,7 @@ def _priced(space: Space) -> Space:
 
 
 def candidates_of(space: MixedSpace) -> dict[tuple[frozenset[int], bool], list[Candidate]]:
-    """Return the structures of every set of several parts, in one or several groups, smallest bounds first.
-
-    Bounds of combined groups ignore reductions between them, so they are weak over slow links.
-    """
+    """Return the structures of every set of several parts, in one or several groups, smallest bounds first."""
     parts = range(len(space.spaces))
     ways = {
         group: of_group
@@ -235,8 +232,12 @@ def candidates_of(space: MixedSpace) -> dict[tuple[frozenset[int], bool], list[C
                 Candidate(float(of_group.least_s[at]), (of_group,), (at,))
                 for at in np.flatnonzero(np.isfinite(of_group.least_s)).tolist()
             ]
+    between, vendors = space.problem.cluster.between, space.problem.cluster.vendors
     for grouping in groupings(parts):
         if len(grouping) > 1 and all(group in ways for group in grouping):
+            of_vendors = {vendors[part] for part, *rest in grouping if not rest}
+            if len(of_vendors) > 1 and not between.cross_vendor_collectives:
+                continue
             used = frozenset(itertools.chain(*grouping))
             by_parts[used, True] += _joined(space, [ways[group] for group in grouping])
     return {
@@ -300,7 +301,8 @@ def _joint_s(
             enough = add_up(_done(ways, middle, rows, rate) for ways, rows, rate in chosen) >= global_batch
             low, high = np.where(enough, low, middle), np.where(enough, middle, high)
     num_devices = np.sum([ways.num_devices[rows] for ways, rows, _ in chosen], axis=0)
-    return np.asarray((1.0 + straggler_share(num_devices)) * (end_s + low))
+    work_s = np.asarray((1.0 + straggler_share(num_devices)) * (end_s + low))
+    return np.maximum(work_s, space.exchange_s(groups))
 
 
 def fastest_s(space: MixedSpace, candidates: Sequence[Candidate], within_s: float) -> float:

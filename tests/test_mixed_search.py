@@ -14,6 +14,7 @@ import pytest
 import autoplan
 from autoplan.api.problem import load_any_cluster, make_mixed_problem, make_problem, make_space
 from autoplan.base.errors import InputError
+from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework
@@ -245,8 +246,29 @@ def test_one_boundary_crosses_between_two_regions() -> None:
 def test_a_slow_part_or_a_far_one_is_left_idle() -> None:
     near, far = scaled("a100-sxm:1x4", "near"), scaled("a100-sxm:1x4", "far")
     problem = problem_of(near, far, between=BetweenSpec(bandwidth_bytes_per_s=1e6, latency_s=0.1))
-    best = check(problem, search_mixed(problem, 32), 32)
-    assert len(best.plan.parts) == 1
+    found = search_mixed(problem, 32)
+    assert len(check(problem, found, 32).plan.parts) == 1
+    assert found.certificate.gap == 0  # gradients alone take longer over the line
+
+
+def test_bounds_know_what_a_line_between_sites_takes_and_what_vendors_cannot_reduce() -> None:
+    sites = scaled("a100-sxm:1x4", "near"), scaled("a100-sxm:1x4", "far")
+    line = BetweenSpec(bandwidth_bytes_per_s=1e9, latency_s=1e-3)
+    problem = problem_of(*sites, between=line)
+    space = MixedSpace(
+        problem=problem,
+        spaces=tuple(make_space(problem.alone(part), 32) for part in (0, 1)),
+        global_batch=32,
+        equal=Equal(),
+        most_z=RISKY_Z,
+    )
+    apart = candidates_of(space)[frozenset({0, 1}), True]
+    # 16-bit gradients and weights of all parameters, half of each over the line.
+    assert apart[0].least_s >= 2 * count_parameters(SMALL) / 1e9
+    assert check_bounds(space, apart[:10], random.Random(1)) >= 8
+    other = (sites[0], scaled("a100-sxm:1x4", "far", vendor="amd"))
+    apart_vendors = problem_of(*other, between=replace(line, cross_vendor_collectives=False))
+    assert (frozenset({0, 1}), True) not in candidates_of(replace(space, problem=apart_vendors))
 
 
 @pytest.mark.parametrize("speed", [0.02, 1.0])
