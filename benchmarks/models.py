@@ -4,7 +4,8 @@ usage: python benchmarks/models.py [--report FILE]
 
 Every type's class is built with its default configuration on tensors without data, and its parameters are compared with
 those of the model that its config.json is read as; so are the operations of a forward pass of text, which torch counts,
-where transformers runs it without data.  What is refused is told with the refusal.  Needs torch and transformers.
+where transformers runs it without data, and of some types the bytes that a layer keeps.  What is refused is told with
+the refusal.  Needs torch and transformers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from layer_bytes import KINDS, excess
 from reports import make_parser, write_report
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto.modeling_auto import (
@@ -35,6 +37,7 @@ from autoplan.spec.model import ATTENTION_BLOCKS, Block, ModelSpec
 
 CLOSE = 0.001  # relative: parameters that agree
 CLOSE_OPERATIONS = 0.02
+CLOSE_BYTES = 0.05
 COUNTED = ("causal", "masked", "sequence-to-sequence")  # classes whose models read text alone, or both texts of a pair
 SEQ_LEN = 256  # a chunk of the scans of Mamba-2, and no more than any table of learned positions holds
 # Whose forward pass in transformers does other work than training elsewhere, which is what ours counts.
@@ -166,11 +169,22 @@ def main(arguments: list[str] | None = None) -> int:
         compared = list(rows(auto_class, kinds, counts_operations=name in COUNTED))
         lines += _described(name, compared)
         differs |= any(row.differs or row.works_otherwise for row in compared)
+    lines += _kept()
     lines += ["operations not compared", *(f"other work  {kind}: {work}" for kind, work in OTHER_WORK.items())]
     print("\n".join(lines))
     if options.report:
         write_report(options.report, "Model types of transformers", "`python benchmarks/models.py`", "\n".join(lines))
     return int(differs)
+
+
+def _kept() -> list[str]:
+    """Lines that say how far the bytes kept by a layer are off."""
+    kept = {kind: excess(kind) for kind in KINDS}
+    num_close = sum(abs(share) <= CLOSE_BYTES for share in kept.values())
+    return [
+        f"bytes kept by a layer compared for {len(kept)}, of {num_close} within {CLOSE_BYTES:.0%}",
+        "kept     " + " ".join(f"{kind} {share:+.1%}" for kind, share in kept.items()),
+    ]
 
 
 def _described(name: str, compared: list[Row]) -> list[str]:
