@@ -119,6 +119,19 @@ def test_replicas_of_half_the_speed_take_half_the_batch() -> None:
     assert len(many) <= len(cost.plan.kinds) <= 4
 
 
+def test_slower_devices_add_what_they_have() -> None:
+    """S57: two devices of .4 of the speed beside two: 30 to 42 % more than these alone, of which 40 % are ideal."""
+    problem = problem_of(scaled("a100-sxm:1x2", "v100"), scaled("a100-sxm:1x2", "p100", speed=0.4))
+    alone, beside = (Pipelines(count=2, places=((part, 1),)) for part in (0, 1))
+    (both,), (fast,) = (
+        Refiner(problem, 2048).refine(
+            [Structure(kinds=kinds, micro_batches=(1,) * len(kinds), common=common_of(sharding="zero1"))]
+        )
+        for kinds in ((alone, beside), (alone,))
+    )
+    assert 1.30 <= fast.cost.step_s / both.cost.step_s <= 1.42
+
+
 def test_states_go_where_memory_is() -> None:
     """S54: decoupled shares fit where shares by speed do not, 1.2 times the throughput of equal ones."""
     model = replace(SMALL, num_layers=48, hidden_size=4096, num_heads=32, num_kv_heads=32, ffn_size=11008)
@@ -141,7 +154,7 @@ def test_states_go_where_memory_is() -> None:
     assert Refiner(problem, 97).refine([structure]) == []
     even = plan_of(kinds=(replicas(4, 12, (0, 1, 48)), replicas(4, 12, (1, 1, 48))), sharding="zero3", recompute="full")
     (equal,) = estimate_mixed(problem, [even])
-    assert equal.step_s / cost.step_s >= 1.19
+    assert equal.step_s / cost.step_s >= 1.2
 
 
 def test_a_tensor_group_that_lost_a_device_trains_on_with_fewer() -> None:
