@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from saved_bytes import saved_sizes  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 
 import autoplan  # noqa: E402
@@ -44,7 +45,6 @@ from autoplan.spec.problem import Problem  # noqa: E402
 from autoplan.spec.training import TrainingSpec  # noqa: E402
 from autoplan.trainer.transformer import Layer  # noqa: E402
 from model_specs import QWEN_VL  # noqa: E402
-from saved_bytes import saved_sizes  # noqa: E402
 
 SMALL = ModelSpec(name="small", num_layers=4, hidden_size=256, vocab_size=2048, num_heads=8, ffn_size=704)
 ALL = FineTuning(rank=16, targets=("all-linear",))
