@@ -138,9 +138,6 @@ def replan(
         same = _same_layout(replace(before.problem, cluster=equal), before.plan, flags)
     saved_bytes = checkpoint_bytes(old.problem, old.plan)
     load_s = None if storage_bytes_per_s is None else saved_bytes / storage_bytes_per_s
-    reliability, knows_pause = make_run(run or {}).reliability, bool((run or {}).get("checkpoint_time"))
-    if load_s is not None and not knows_pause:
-        reliability, knows_pause = replace(reliability, checkpoint_s=load_s), True
     cluster = before.problem.cluster
     summary = ReplanSummary(
         nodes_before=cluster.num_nodes,
@@ -155,9 +152,19 @@ def replan(
         checkpoint_bytes=saved_bytes,
         cuts_anew=old.cut != new.cut,
         load_s=load_s,
-        checkpoint_interval_s=reliability.interval_s(new.figures.num_devices) if knows_pause else None,
+        checkpoint_interval_s=_checkpoint_interval_s(run or {}, new.figures.num_devices, load_s),
     )
     return ReplanResult(plan=after, summary=summary, same_layout=same)
+
+
+def _checkpoint_interval_s(run: RunOptions, num_devices: int, load_s: float | None) -> float | None:
+    """Return the best time between checkpoints of `load_s`, or as `run` says; None if neither gives a time."""
+    reliability = make_run(run).reliability
+    if not run.get("checkpoint_time"):
+        if load_s is None:
+            return None
+        reliability = replace(reliability, checkpoint_s=load_s)
+    return reliability.interval_s(num_devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

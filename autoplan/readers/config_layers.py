@@ -72,27 +72,8 @@ def windows(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
     size = typed(rule["size"], keys.assumed(rule["size"]), int) if rule.get("size") else 0
     if size is ABSENT or not num_layers:
         return {}
-    symbols: list[str] = []
-    if keys.get("layer_types") not in (ABSENT, None):
-        needs = {"*": True, "W": size, "L": "linear_attention" in sizes, "C": "short_conv_kernel" in sizes}
-        words = {word: symbol for word, symbol in key_table()["layer_types"].items() if needs[symbol]}
-        symbols = [words[kind] for kind in keys.kinds("layer_types", tuple(words))]
-        sees_all = [symbol == "*" for symbol in symbols]
-        if len(sees_all) != num_layers:
-            raise InputError(f"layer_types has {len(sees_all)} entries, the model has {num_layers} layers")
-    elif "full_layers" in rule and keys.get(rule["full_layers"]) not in (ABSENT, None):
-        numbers = keys.get(rule["full_layers"])  # counted from one
-        sees_all = [at + 1 in numbers for at in range(num_layers)] if isinstance(numbers, list) else []
-        if not any(sees_all):
-            raise InputError(f"{rule['full_layers']} must be a list of layer numbers, got {show(numbers)}")
-    elif "first" in rule:
-        first = keys.count(rule["first"])
-        sees_all = [at < first for at in range(num_layers)]
-    else:
-        interval = rule.get("full_every", 0)
-        interval = keys.count(interval) if isinstance(interval, str) else interval
-        last = 0 if rule.get("full_first") else interval - 1
-        sees_all = [bool(interval) and at % interval == last for at in range(num_layers)]
+    symbols = _named_kinds(keys, size, sizes) if keys.get("layer_types") not in (ABSENT, None) else []
+    sees_all = [symbol == "*" for symbol in symbols] or _full_layers(keys, rule, num_layers)
     if all(sees_all):
         return {}
     full = [at for at, sees in enumerate(sees_all) if sees]
@@ -109,6 +90,33 @@ def windows(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         return {"layer_pattern": pattern, "num_layers": 2 * num_layers} | ({"window": size} if size else {})
     fields = {"full_attention_interval": interval, "full_attention_offset": offset}
     return fields | ({"window": size} if size else {})
+
+
+def _named_kinds(keys: Keys, size: int, sizes: dict[str, Any]) -> list[str]:
+    """Return the symbol of every layer by its name in `layer_types`."""
+    needs = {"*": True, "W": size, "L": "linear_attention" in sizes, "C": "short_conv_kernel" in sizes}
+    words = {word: symbol for word, symbol in key_table()["layer_types"].items() if needs[symbol]}
+    symbols = [words[kind] for kind in keys.kinds("layer_types", tuple(words))]
+    if len(symbols) != sizes["num_layers"]:
+        raise InputError(f"layer_types has {len(symbols)} entries, the model has {sizes['num_layers']} layers")
+    return symbols
+
+
+def _full_layers(keys: Keys, rule: dict[str, Any], num_layers: int) -> list[bool]:
+    """Return which layers attend to all positions by a rule on their numbers."""
+    if "full_layers" in rule and keys.get(rule["full_layers"]) not in (ABSENT, None):
+        numbers = keys.get(rule["full_layers"])  # counted from one
+        sees_all = [at + 1 in numbers for at in range(num_layers)] if isinstance(numbers, list) else []
+        if not any(sees_all):
+            raise InputError(f"{rule['full_layers']} must be a list of layer numbers, got {show(numbers)}")
+        return sees_all
+    if "first" in rule:
+        first = keys.count(rule["first"])
+        return [at < first for at in range(num_layers)]
+    interval = rule.get("full_every", 0)
+    interval = keys.count(interval) if isinstance(interval, str) else interval
+    last = 0 if rule.get("full_first") else interval - 1
+    return [bool(interval) and at % interval == last for at in range(num_layers)]
 
 
 def expert_layers(keys: Keys, num_layers: int) -> dict[str, int]:
