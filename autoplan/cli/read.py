@@ -15,7 +15,6 @@ from autoplan.base.units import format_percent, format_seconds
 from autoplan.cli.inputs import check_outputs, is_typed, whole_url
 from autoplan.cli.options import AsOption, DbOption, ForceOption, OptionalSeqLenOption, SetOption, whole_number
 from autoplan.cli.remarks import print_written, say
-from autoplan.frameworks.logs import is_log
 
 if TYPE_CHECKING:
     from autoplan.api.launch_files import ReadResult
@@ -69,6 +68,7 @@ def read(
     each rank did in a step: work by kind, hidden and exposed communication, and gaps.  Logs show step times, and with
     Megatron's timers the parts of a step.
     """
+    from autoplan.frameworks.logs import is_log
     from autoplan.profiler.imports.traces import is_trace
 
     kind = "traces" if files[0].is_dir() or is_trace(files[0]) else "logs" if out is None and is_log(files[0]) else None
