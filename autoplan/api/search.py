@@ -292,7 +292,7 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
             f"the encoder of {problem.model.name} is assumed to read as many tokens per sample as its decoder, "
             f"{problem.encoder_len:,}: --encoder-len says another number"
         )
-    elif encoder and not problem.model.cross_attention:
+    elif encoder and not problem.model.cross_attention and encoder.images == 1:
         count = f"{encoder.images:g} x {encoder.image_tokens:,} tokens of images or sound"
         warnings.append(f"a sample of {problem.model.name} has {count}: --images and --image-tokens set another number")
     if file.best.verdict != "fits":
