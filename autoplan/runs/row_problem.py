@@ -180,6 +180,8 @@ def _experts(row: Row, preset: ModelSpec | None) -> Experts:
     if preset and preset_moe and num_layers < preset.num_layers:
         dense = min(dense, 1)  # published cut-down models keep one dense layer
         row.filled.append(f"{dense} dense layers")
+    if (stated := row.options().get("dense_layers", "")).isdecimal():
+        dense = min(int(stated), num_layers)
     return Experts(
         num_experts=row.integer("num_experts"),
         experts_per_token=row.integer("experts_per_token"),

@@ -31,6 +31,7 @@ READ_OPTIONS = {
     "chunked_loss",
     "cluster",
     "cuda_graph",
+    "dense_layers",
     "dispatcher",
     "dropout",
     "ep_overlap",
