@@ -69,7 +69,7 @@ LATER = (  # sources that came when the presets had been made
     "libai_bert", "libai_gpt", "mlperf_8b", "mlperf_gpt3", "paddlenlp", "primus_pipe", "sailor", "xtuner_moe", "yafsdp",
 )  # fmt: skip
 # log(measured / predicted) of runs before anything was changed for them: blind ones at 52dd93eb, of round 5 at
-# 64938afe, of round 6 at 8d046304; others at 0d6b68c5.
+# 64938afe, of round 6 at 8d046304, of round 7 at 6304bef7; others at 0d6b68c5.
 FIRST_ERRORS = Path(__file__).with_name("first_errors.csv")
 BLIND = Path(__file__).with_name("blind_runs.csv")
 FINETUNED = Path(__file__).with_name("finetuning_runs.csv")

@@ -458,13 +458,31 @@ def test_a_blank_architecture_is_looked_up_by_the_model_name(tmp_path: Path) -> 
     assert "architecture of preset llama3.1-70b" in predict(run).note
 
 
+@pytest.mark.parametrize(("year", "seq_len"), [("2021", 2048), ("2026", 4096)])
+def test_a_row_without_a_sequence_length_has_that_of_most_runs_of_its_time(
+    tmp_path: Path, year: str, seq_len: int
+) -> None:
+    (run,) = runs_of(tmp_path, {**LLAMA, "year": year, "seq_len": ""})
+    assert run.problem is not None
+    assert run.problem.training.seq_len == seq_len
+    assert f"seq_len={seq_len}" in predict(run).note
+
+
+def test_a_row_states_how_many_layers_are_dense(tmp_path: Path) -> None:
+    row = {**LLAMA, "model": "deepseek-v3", "mla": "1", "num_layers": "14", "options": "dense_layers=3"}
+    row |= {"num_experts": "64", "experts_per_token": "8", "expert_ffn_size": "2048", "pp": "1", "dp": "8", "tp": "1"}
+    (run,) = runs_of(tmp_path, row)
+    assert run.problem is not None, run.refusal
+    assert run.problem.model.moe is not None
+    assert run.problem.model.moe.num_dense_layers == 3
+
+
 @pytest.mark.parametrize(
     ("change", "verdict", "words"),
     [
         ({"gpu": "tpu-v5"}, "unpriced", "not a known device"),
         ({"gpu": "h100"}, "unpriced", "did you mean h100-sxm"),
         ({"model": "unheard", "num_layers": ""}, "unpriced", "not known"),
-        ({"seq_len": ""}, "unpriced", "seq_len is blank"),
         ({"tp": "x"}, "unpriced", "tp is not a number"),
         ({"tp": "1e400"}, "unpriced", "tp is not a count"),
         ({"tp": "0"}, "unpriced", "tp must be between 1 and 1000000, got 0"),

@@ -25,6 +25,9 @@ from autoplan.spec.training import Attention, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 
 GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, if a table omits the vocabulary
+# Tokens per sequence if a table omits them: the median of the rows of measured_runs.csv that state them, of runs before
+# 2023 and later ones.
+USUAL_SEQ_LEN = (2048, 4096)
 # For a model without learned positions, unlike GPT.
 NOT_IN_COLUMNS = (
     "squared_relu",
@@ -71,7 +74,7 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
         row.filled.append(f"precision={recipe.precision} as its scripts train")
         precision = recipe.precision
     training = TrainingSpec(
-        seq_len=row.integer("seq_len"),
+        seq_len=_seq_len(row),
         precision=precision,  # type: ignore[arg-type]
         attention=attention,  # type: ignore[arg-type]
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
@@ -90,6 +93,11 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
         framework=framework,
         calibration=built_in_calibration(framework, cluster.device, is_similar=recipe.is_similar),
     )
+
+
+def _seq_len(row: Row) -> int:
+    """Return the tokens of a sequence, by default as many as most runs of its time have."""
+    return row.integer("seq_len", USUAL_SEQ_LEN[row.text("year", "?") >= "2023"])
 
 
 def _optimizer(row: Row) -> OptimizerName:
@@ -147,7 +155,7 @@ def _model(row: Row, recipe: Recipe) -> ModelSpec:
         "attention_output_bias": not gated,
         "mlp_bias": not gated,
         "position_embedding": "rope" if gated else "learned",
-        "max_positions": 0 if gated else row.integer("seq_len"),
+        "max_positions": 0 if gated else _seq_len(row),
         "tied_embeddings": row.flag("tied_embeddings", not gated),
     }
     preset = find_preset(row.text("model"))
