@@ -89,6 +89,7 @@ TAUGHT = [
 ]
 COVER = 0.90  # share of the runs of a source left out that shall be inside, on average
 MANY_RUNS = 10  # of a source: more of them count no more
+WIDTHS = (0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # of intervals, relative to those that are fitted
 SAID_SHARE = 0.25  # of a run's variance, from which a part counts as resting on it
 
 
@@ -161,6 +162,7 @@ def main() -> None:
             show_blind(cases, blind_scoring, tuned_scoring)
             show_kinds(cases)
             show_general(cases)
+            show_widths(cases)
         show_ablation(cases)
         show_worst(cases, options.worst)
     if options.report:
@@ -505,6 +507,38 @@ def show_kinds(cases: Sequence[Case]) -> None:
         unseen = Unseen.of(own, [calibration_among(known, *case.key, is_similar=case.is_similar) for case in own])
         shares = [float(np.mean(unseen.inside(error, fitted))) for error in (unseen.error, unseen.honest_error)]
         print(f"{kind:24}{len(own):6d}{len(set(unseen.sources)):9d}{shares[0]:8.2f}{shares[1]:15.2f}")
+    print(flush=True)
+
+
+def show_widths(cases: Sequence[Case]) -> None:
+    """Print what intervals of other widths contain, beside those that know how far the runs of each source are off."""
+    measured = [case for case in cases if not case.is_blind]
+    blind = [case for case in cases if case.is_blind and case.first_error is not None]
+    steps = source_left_out(cases)
+    print("Intervals of other widths, a whole source left out\n")
+    print(f"{'runs':28}{'interval':38}{'inside':>8}{'sources below .85':>19}{'width':>7}{'width / error':>15}")
+    for title, own in (("measured", measured), ("blind, as first predicted", blind)):
+        error = np.array([case.nearer_error if own is measured else case.first_error for case in own])
+        sources = np.array([case.source for case in own])
+        below, above = (NORMAL_90 * np.array([steps[case.run.id].spread[side] for case in own]) for side in (0, 1))
+        known = np.empty(len(own))
+        for source in np.unique(sources):
+            known[sources == source] = np.quantile(np.abs(error[sources == source]), COVER)
+        ends = np.quantile(error, [(1 - COVER) / 2, (1 + COVER) / 2])
+        rows = [(f"{factor} times the fitted one", factor * below, factor * above) for factor in WIDTHS]
+        rows += [
+            ("the same for all", np.full(len(own), -ends[0]), np.full(len(own), ends[1])),
+            ("90 % of the source's own runs", known, known),
+        ]
+        for name, low, high in rows:
+            inside = (-low <= error) & (error <= high)
+            many = [which for source in np.unique(sources) if (which := sources == source).sum() >= MANY_RUNS]
+            few = sum(bool(inside[which].mean() < 0.85) for which in many)
+            width = float(np.median(low + high))
+            print(
+                f"{title:28}{name:38}{inside.mean():8.2f}{f'{few} of {len(many)}':>19}{width:7.2f}"
+                f"{width / np.median(np.abs(error)):15.1f}"
+            )
     print(flush=True)
 
 
