@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from saved_bytes import saved_sizes
 
 import autoplan
 from autoplan.api.problem import make_problem
@@ -26,7 +27,6 @@ from autoplan.spec.model import Block, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
-from saved_bytes import saved_sizes
 
 T5_LARGE: dict[str, Any] = {  # huggingface.co/google/flan-t5-large/blob/main/config.json
     "architectures": ["T5ForConditionalGeneration"],

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from saved_bytes import saved_sizes
 
 from autoplan.api.problem import make_problem
 from autoplan.base.errors import InputError
@@ -19,7 +20,6 @@ from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.model import Block, ModelSpec, WindowAttention
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
-from saved_bytes import saved_sizes
 
 LFM2_1_2B: dict[str, Any] = {  # huggingface.co/LiquidAI/LFM2-1.2B/blob/main/config.json
     **{"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 2048, "num_hidden_layers": 16},
