@@ -73,6 +73,29 @@ def test_a_search_without_a_target_answers_with_what_the_usual_one_starts(search
     assert re.search("Megatron-LM cannot start the plan: its .*; search with --to megatron-lm", done.stderr)
 
 
+def test_a_launch_file_supplies_the_problem_and_is_compared(searched: Path) -> None:
+    """Half of the ranks of a plan for 16 H100 are on A100 today, which pace it."""
+    words = ("--cluster", "h100-sxm:2x8", *NODES[2:], "--fix", "pp=2", "--fix", "tp=2", "--to", "megatron-lm")
+    assert run(searched, "search", "llama.json", *words, "--out", "equal.json").returncode == 0
+    assert run(searched, "export", "equal.json", "--to", "megatron-lm", "--out", "today").returncode == 0
+    done = run(searched, "search", "--from", "today/launch.sh", *NODES[:2], "--out", "from.json")
+    assert done.returncode == 0, done.stderr
+    assert "global batch 128" in " ".join(done.stdout.split())
+    file = decode(MixedPlanFile, read_table(searched / "from.json"), "from.json")
+    assert file.today is not None
+    assert file.today.cost is not None
+    stages = [stage for kind in file.today.cost.plan.kinds for stage in kind.stages]
+    assert ({stage.part for stage in stages}, {stage.tp for stage in stages}) == ({0, 1}, {2})
+    assert file.today.cost.plan.num_devices == 16
+    times = file.best.sequences_per_s / file.today.cost.sequences_per_s
+    assert times > 1
+    assert f"the plan is {times:.2f} times as fast" in " ".join(done.stdout.split())
+    unlike = ("--cluster", "h100-sxm:1x8+a100-sxm:1x4", "--out", "x.json")
+    done = run(searched, "search", "--from", "today/launch.sh", *unlike)
+    assert done.returncode == 1
+    assert "unlike numbers of devices, which a launch file does not tell" in done.stderr
+
+
 def test_a_range_of_batches_has_the_one_with_the_highest_rate(searched: Path) -> None:
     """12 replicas of equal batches do not share 16 sequences, so a target that needs that idles nodes at 16."""
     words = ("--cluster", "h100-sxm:1x4+a100-sxm:1x8", "--seq-len", "4096", "--to", "deepspeed", "--force", "--quiet")

@@ -27,7 +27,7 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import MixedPlanFile
-from autoplan.spec.started_plan import started_plan
+from autoplan.spec.started_plan import plan_over, started_plan
 from launched import launched
 from mixed_cases import SMALL, plan_of, problem_of, replicas, scaled, whole
 from test_measured_times import TABLE
@@ -54,6 +54,17 @@ def test_ranks_of_a_stage_stand_together_so_that_parts_follow_one_another(proble
     assert started.plan.layers_per_chunk == (2, 3, 7)
     assert started.plan.rank_order == RankOrder.DP_BEFORE_PP
     assert started.micro_batches == ()
+
+
+def test_a_plan_of_equal_nodes_is_laid_over_the_parts_in_their_order(problem: MixedProblem) -> None:
+    """Of three nodes the first is of H100, whichever way the ranks of 12 pipelines of two stages are numbered."""
+    plan = ParallelPlan(global_batch=24, pp=2, dp_shard=12)
+    over = plan_over(problem, plan)  # stage 0 on ranks 0 to 11: 8 replicas begin on H100
+    assert [(kind.count, [stage.part for stage in kind.stages]) for kind in over.kinds] == [(8, [0, 1]), (4, [1, 1])]
+    inside = plan_over(problem, replace(plan, rank_order=RankOrder.PP_BEFORE_DP))
+    assert [(kind.count, [stage.part for stage in kind.stages]) for kind in inside.kinds] == [(4, [0, 0]), (8, [1, 1])]
+    with pytest.raises(InputError, match="ranks that share a layer are on two parts"):
+        plan_over(problem, ParallelPlan(global_batch=2, tp=12, dp_shard=2))
 
 
 def test_ranks_of_unlike_replicas_stand_together(problem: MixedProblem) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
+from autoplan.api.launch_files import LaunchStart, start_from
 from autoplan.api.plan_files import load_mixed_plan, make_mixed_file
 from autoplan.api.problem import (
     ProblemOptions,
@@ -22,7 +23,7 @@ from autoplan.api.problem import (
 )
 from autoplan.api.results import MixedPlanResult
 from autoplan.api.unlike_nodes import is_expressible
-from autoplan.base.errors import InputError, NoPlanError
+from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed
 from autoplan.frameworks.common.job import Target
 from autoplan.frameworks.registry import find_target
@@ -34,19 +35,23 @@ from autoplan.search.simple import MAX_SLOWER
 from autoplan.search.structures import NOTHING_EQUAL, Equal
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
-from autoplan.spec.mixed_result import MixedResult
+from autoplan.spec.mixed_result import MixedResult, MixedToday
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import SpaceFlags
+from autoplan.spec.started_plan import plan_over
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 
 
 def search_mixed(
-    model: str | Path | ModelSpec,
+    model: str | Path | ModelSpec | None = None,
     *,
     cluster: str | Path | MixedCluster,
-    global_batch: int | str,
-    seq_len: int,
+    global_batch: int | str | None = None,
+    seq_len: int | None = None,
+    launch_file: str | Path | None = None,
+    variables: Iterable[str] | Mapping[str, str] = (),
+    target: str | None = None,
     to: str | None = None,
     fix: Iterable[str] | Mapping[str, Any] = (),
     at_most: Iterable[str] | Mapping[str, Any] = (),
@@ -68,14 +73,33 @@ def search_mixed(
     parts = load_any_cluster(cluster)
     if isinstance(parts, ClusterSpec):
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")
-    to, quantile = priced_target(to, options), quantile_of(prefer, robust)
-    problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **options)
+    to, quantile, started = priced_target(to, options), quantile_of(prefer, robust), None
+    if launch_file is not None:
+        stated: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
+        started = start_from(launch_file, parts.as_equal, options, variables=variables, target=target, **stated)
+        problem = make_mixed_problem(started.launch.model, cluster=parts, **started.options)
+        problem = replace(problem, framework=problem.framework.choosing(started.plan))
+        global_batch, to = started.global_batch, to or usual_of(problem, started.launch.target)
+    elif model is None or seq_len is None or global_batch is None:
+        raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
+    else:
+        problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **options)
     flags = space_flags(global_batch, fix=fix, at_most=at_most, forbid=forbid, allow=allow, to=to or usual_of(problem))
     margin = MAX_SLOWER if prefer == "simple" and quantile is None else 0.0
     result = fastest_plans(problem, flags, margin=margin, progress=progress)
     if quantile is not None:
         result = mixed_search.robust_order(result, quantile)
-    return result_of(problem, result, flags, options.get("timings") or "", "autoplan.search_mixed() of Python")
+    answer = result_of(problem, result, flags, options.get("timings") or "", "autoplan.search_mixed() of Python")
+    return replace(answer, file=replace(answer.file, today=_today(problem, started))) if started else answer
+
+
+def _today(problem: MixedProblem, started: LaunchStart) -> MixedToday:
+    """Return the plan of the launch file, with its price if it has one."""
+    try:
+        (cost,) = price_mixed(problem, [plan_over(problem, started.plan)])
+    except AutoplanError as error:
+        return MixedToday(path=str(started.path), cost=None, why=str(error))
+    return MixedToday(path=str(started.path), cost=cost)
 
 
 def fastest_plans(
@@ -111,10 +135,10 @@ def result_of(
     return MixedPlanResult(file=file, problem=problem)
 
 
-def usual_of(problem: MixedProblem) -> str:
-    """Return the target that starts plans of the framework; blank where none does."""
+def usual_of(problem: MixedProblem, *first: str) -> str:
+    """Return the target that starts plans of the framework, one of `first` if it does; blank where none does."""
     try:
-        return usual_start(problem.framework, problem.training)
+        return usual_start(problem.framework, problem.training, *first)
     except NoPlanError:
         return ""
 

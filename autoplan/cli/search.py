@@ -40,10 +40,13 @@ if TYPE_CHECKING:
     from autoplan.api.results import MixedPlanResult
 
 # Parameters with the same meaning as in `autoplan.search_mixed` or `autoplan.search`.
-MIXED_SEARCH_FLAGS = ("model", "global_batch", "seq_len", "forbid", "to", "fix", "allow", "prefer", "robust")
+MIXED_SEARCH_FLAGS = (
+    *("model", "global_batch", "seq_len", "launch_file", "variables", "target"),
+    *("forbid", "to", "fix", "allow", "prefer", "robust"),
+)
 SEARCH_FLAGS = (
     *MIXED_SEARCH_FLAGS,
-    *("launch_file", "variables", "target", "why"),
+    "why",
     *("sampler", "trials", "seed", "workers", "study"),
 )
 
@@ -192,7 +195,7 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
     if isinstance(cluster, MixedCluster):
         _check_mixed(params, bool(run))
         typed = typed_options(context, MIXED_SEARCH_FLAGS)
-        with progress_bar(quiet=quiet or ":" not in params["global_batch"], unit="batches") as advance:
+        with progress_bar(quiet=quiet or ":" not in (params["global_batch"] or ""), unit="batches") as advance:
             return autoplan.search_mixed(cluster=cluster, at_most=at_most, progress=advance, **typed, **options)
     storage = params["storage"]
     if storage and not storage.startswith("grpc:") and not quiet:
@@ -214,10 +217,9 @@ def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
     is_shared = typed["storage"] or typed["study"] or typed["workers"] != 1 or typed["sampler"] != "bound"
     refusals = (
         (
-            typed["launch_file"] is not None,
-            "--from needs a cluster of equal nodes: leave it out, or name such a cluster",
+            typed["launch_file"] is None and (typed["variables"] or typed["target"]),
+            "--set and --as need a launch file: give --from FILE",
         ),
-        (typed["variables"] or typed["target"], "--set and --as need a launch file: give --from FILE"),
         (typed["why"], "--why does not support mixed clusters: leave it out; autoplan explain tells what changes do"),
         (is_shared, "a mixed cluster is searched by one process: leave --storage and related options out"),
         (is_for_run, "mixed clusters do not support objectives and runs yet: leave their options out"),

@@ -13,7 +13,7 @@ from autoplan.report.answer import input_text, optimizer_text, training_lines
 from autoplan.report.terminal import MIN_SHOWN_S, Cell, print_lines, print_part, print_table, print_terms
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
-from autoplan.spec.mixed_result import MixedCertificate, MixedCost
+from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedToday
 from autoplan.spec.plan_file import MixedPlanFile
 from autoplan.topology.mixed_cluster import MixedCluster
 
@@ -67,6 +67,8 @@ def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
         ("time", Text.assemble((format_seconds(best.step_s), "bold"), f" per step; {interval}")),
         ("", f"{tokens_per_s:,.0f} tokens/s, {tokens_per_s / best.plan.num_devices:,.0f} per device in use"),
     ]
+    if file.today:
+        lines.append(("today", today_text(file.today, best)))
     if text := input_text(file):
         lines.append(("input", text))
     totals = [part.num_devices for part in file.cluster.parts]
@@ -77,6 +79,17 @@ def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
     if file.certificate:
         lines.append(("searched", certificate_line(file.certificate, names)))
     print_lines(console, lines)
+
+
+def today_text(today: MixedToday, best: MixedCost) -> str:
+    """Compare the plan of the launch file, on the parts in their order, with the best one."""
+    if today.cost is None:
+        return f"{today.path} has no price on these parts: {today.why}"
+    times = best.sequences_per_s / today.cost.sequences_per_s
+    fits = (
+        "" if today.cost.verdict == "fits" else ", out of memory" if today.cost.verdict == "oom" else ", risky memory"
+    )
+    return f"{today.path}: {format_seconds(today.cost.step_s)} per step{fits}; the plan is {times:.2f} times as fast"
 
 
 def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False) -> None:

@@ -74,3 +74,12 @@ class MixedResult:
     ranked: tuple[MixedCost, ...]
     closest: MixedCost | None
     certificate: MixedCertificate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedToday:
+    """The plan of a launch file on the parts of a mixed cluster, in their order; `why` it has no price."""
+
+    path: str
+    cost: MixedCost | None
+    why: str = ""

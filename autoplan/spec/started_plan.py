@@ -9,6 +9,7 @@ from autoplan.base.errors import InputError
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
 from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.ranks import coordinates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,30 @@ def started_plan(
         if max(len(counts), len(sizes)) > 1
         else (),
     )
+
+
+def plan_over(problem: MixedProblem, plan: ParallelPlan) -> MixedPlan:
+    """Return a plan of equal nodes with its ranks on the parts of a cluster, in their order.
+
+    Raises InputError if a stage of a replica would be on two parts.
+    """
+    parts = [at for at, part in enumerate(problem.cluster.parts) for _ in range(part.num_devices)]
+    places: dict[tuple[int, int], set[int]] = {}
+    ranks = coordinates(plan)
+    for part, replica, stage in zip(parts, ranks["dp"].tolist(), ranks["pp"].tolist(), strict=True):
+        places.setdefault((replica, stage), set()).add(part)
+    if any(len(held) > 1 for held in places.values()):
+        raise InputError("ranks that share a layer are on two parts")
+    (equal,) = MixedPlan.of(plan, 0, problem.model.num_layers).kinds
+    kinds = [
+        replace(
+            equal,
+            count=1,
+            stages=tuple(replace(stage, part=min(places[replica, at])) for at, stage in enumerate(equal.stages)),
+        )
+        for replica in range(plan.dp)
+    ]
+    return MixedPlan(kinds=tuple(kinds), common=plan)
 
 
 def _parts_of_nodes(problem: MixedProblem, parts: Sequence[int]) -> tuple[int, ...]:

@@ -64,6 +64,14 @@ class MixedCluster:
         return sum(part.num_devices for part in self.parts)
 
     @property
+    def as_equal(self) -> ClusterSpec:
+        """As many nodes of the first part's kind; InputError where nodes have unlike numbers of devices."""
+        first = self.parts[0]
+        if any(part.devices_per_node != first.devices_per_node for part in self.parts):
+            raise InputError(f"{self.name} has nodes with unlike numbers of devices, which a launch file does not tell")
+        return replace(first, num_nodes=self.num_nodes, nodes=())
+
+    @property
     def num_nodes(self) -> int:
         """Number of nodes of all parts."""
         return sum(part.num_nodes for part in self.parts)
