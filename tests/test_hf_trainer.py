@@ -449,3 +449,25 @@ def test_options_of_a_script_and_of_the_file_of_deepspeed_that_it_names_are_comp
     changed = {option.option: option.after for option in today.options}
     assert changed["zero_optimization.offload_optimizer.device"] is None
     assert "--bf16" not in changed
+
+
+def test_words_of_a_program_of_its_own_are_listed() -> None:
+    """scripts/interactive_ppo.sh of HALOs, without the words that it shares with others."""
+    command = (
+        "torchrun --nproc-per-node 8 launch.py ++model.batch_size=8 loss=sft --model_name_or_path Qwen/Qwen2.5-7B "
+        "--per_device_train_batch_size 1 --max_length 2048 --gradient_checkpointing true --bf16 true --fsdp full_shard "
+        "--gradient_accumulation_steps 1"
+    )
+    assert {"++model.batch_size", "loss"} <= {
+        item.option for item in read(command, LaunchContext()).unread if item.matters
+    }
+
+
+def test_a_program_of_rewards_by_another_name_is_refused() -> None:
+    """train/scripts/run_rm.sh of BELLE."""
+    with pytest.raises(InputError, match=r"rm_train\.py: only training on the next token"):
+        read(
+            "torchrun --nproc-per-node 8 src/rm_train.py --per_device_train_batch_size 1 --seq_length 512 --bf16 true "
+            "--model_name_or_path Qwen/Qwen2.5-7B",
+            LaunchContext(),
+        )

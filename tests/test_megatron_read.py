@@ -310,6 +310,18 @@ def test_other_patterns_are_refused(pattern: Any) -> None:
         moe_places(pattern, 4)
 
 
+def test_sizes_of_a_checkpoint_are_listed() -> None:
+    """Their arguments win over those of the script (rioyokotalab/Megatron-Llama2, scripts/abci)."""
+    words = "mpirun -np 16 python pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --bf16 "
+    words += "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 64 "
+    words += "--vocab-size 32000 --use-flash-attn --transformer-impl transformer_engine --load x"
+    for option, listed in (
+        ("--use-checkpoint-args", {"--use-checkpoint-args"}),
+        ("--use-checkpoint-lr-scheduler", set()),
+    ):
+        assert matters(megatron_lm.READER.read(f"{words} {option}", LaunchContext())) == listed
+
+
 def test_options_of_an_unset_array_and_a_file_of_words_written_are_no_values() -> None:
     words = "torchrun --nproc-per-node 8 pretrain_gpt.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 "
     words += "--seq-length 4096 --max-position-embeddings 4096 --micro-batch-size 1 --global-batch-size 64 --bf16 "
@@ -358,6 +370,7 @@ def test_a_recipe_is_followed_through_its_functions() -> None:
         ('get_precision_config("bf16")', "bf16", set()),
         ('"bf16_with_fp8_current_scaling_mixed"', "fp8", set()),
         ("bf16_mixed()", "bf16", set()),
+        ("MixedPrecisionConfig(bf16=True, grad_reduce_in_fp32=False)", "bf16", set()),
         ("ours()", "bf16", {"mixed_precision"}),
         ("get_precision_config(precision)", "bf16", {"mixed_precision"}),
     ],

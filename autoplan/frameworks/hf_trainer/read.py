@@ -21,7 +21,7 @@ from autoplan.spec.preference import Preference, what_several_models_need
 
 # Programs of TRL whose loss needs more than one pass, or which generate (trl/scripts).
 _OTHER_LOSSES = re.compile(
-    r"(?<![a-z])(dpo|mpo|simpo|grpo|kto|ppo|rloo|rewards?|orpo|cpo|gkd|nash|xpo|bco|online_\w+|distill\w*|sapo|gspo)(?![a-z])",
+    r"(?<![a-z])(dpo|mpo|simpo|grpo|kto|ppo|rloo|rewards?|rm|orpo|cpo|gkd|nash|xpo|bco|online_\w+|distill\w*|sapo|gspo)(?![a-z])",
     re.IGNORECASE,
 )
 _OTHER_SETTINGS = (

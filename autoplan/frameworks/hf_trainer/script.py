@@ -22,6 +22,7 @@ _LAUNCHERS = ("torch.", "accelerate.", "deepspeed.")
 _MODULE = re.compile(r"trl\.scripts\.(\w+)")
 _BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
 _FILES = (".yaml", ".yml", ".json")
+_OVERRIDE_OF_HYDRA = re.compile(r"(\+{0,2}[\w./@]+)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"([a-z]\w*)=(.*)", re.DOTALL)
 
 
@@ -100,7 +101,14 @@ def program_options(words: Sequence[str], context: LaunchContext) -> Options:
     """Return the arguments of a program: the words after its name, and those in the files that they reference."""
     arguments = given_arguments(words)
     typed_arguments = [_typed(argument) for argument in arguments if argument.option.startswith("--")]
-    options = Options([*of_files(arguments, context), *_overrides(arguments), *typed_arguments])
+    overrides = list(_overrides(arguments))
+    options = Options([*of_files(arguments, context), *overrides, *typed_arguments])
+    if not overrides:
+        words_of_its_own = (pair for argument in arguments if (pair := _OVERRIDE_OF_HYDRA.fullmatch(argument.option)))
+        options.remarks += (
+            Unread(option=pair[1], value=pair[2], why="a word of the program's own, not read")
+            for pair in words_of_its_own
+        )
     options.remarks += (
         Unread(option=name, value="read by the program", why=f"{name} is not beside this file: put it there")
         for name in map(_file_of, arguments)

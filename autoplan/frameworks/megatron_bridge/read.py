@@ -95,7 +95,7 @@ _BENCHMARKED = {
     "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
     "nvfp4": "bf16_with_nvfp4_mixed",
 }
-_PRECISION = re.compile(r"(bf16|fp16)(_|$)|_(bf16|fp16)_")
+_PRECISION = re.compile(r"(bf16|fp16)(_|$)|_(bf16|fp16)_|MixedPrecisionConfig$")
 _ARGUMENTS = {path: name for name, path in BRIDGE_FIELDS.items()} | {
     "model.virtual_pipeline_model_parallel_size": "virtual_pipeline_model_parallel_size",
     "model.padded_vocab_size": "padded_vocab_size",
@@ -288,7 +288,11 @@ def _add_settings(built: Built, path: str, recipe: _Recipe) -> None:
 def _add(path: str, value: Any, recipe: _Recipe) -> None:
     if isinstance(value, Unknown) and value.is_name and ("." in value.text or path == _ACTIVATION):
         recipe.values[path] = value.text  # an enum member or a type
-    elif path == "mixed_precision" and not _PRECISION.search(_precision(str(getattr(value, "text", value)))):
+    elif (
+        path == "mixed_precision"
+        and isinstance(value, Unknown | str)
+        and not _PRECISION.search(_precision(str(getattr(value, "text", value))))
+    ):
         why = "only known when the file runs; priced as bf16"
         recipe.unread.append(Unread(option=path, value=str(getattr(value, "text", value))[:60], why=why))
     elif isinstance(value, Unknown | Built):

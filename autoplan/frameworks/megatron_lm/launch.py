@@ -40,6 +40,9 @@ def launch_of(
         model = context.model
     else:
         model = _model(Reading(arguments=arguments, model=base, seq_len=seq_len))
+    if arguments.flag("use_checkpoint_args"):  # they win over its own (megatron/training/checkpointing.py)
+        why = "sizes of the model are those of the checkpoint that is loaded, which is not read"
+        arguments.remark("use_checkpoint_args", why, matters=context.model is None)
     reading = Reading(arguments=arguments, model=model, seq_len=seq_len)
     read_lines((model_options.DROPOUT,), reading)
     precision = read_precision(arguments)

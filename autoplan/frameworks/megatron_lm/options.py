@@ -405,7 +405,7 @@ UNWRITTEN: Line = (
 
 # Options that affect neither time nor memory of a step, or so little that the user may choose them freely.
 HARMLESS = re.compile(
-    r"(min_|decoupled_|decoupled_min_|head_)?lr(_|$)|adam_|sgd_|weight_decay|start_weight|end_weight|clip_grad|override_opt|use_checkpoint"
+    r"(min_|decoupled_|decoupled_min_|head_)?lr(_|$)|adam_|sgd_|weight_decay|start_weight|end_weight|clip_grad|override_opt|use_checkpoint_(lr|opt)"
     r"|save|load|no_save|no_load|ckpt|dist_ckpt|auto_detect_ckpt|async_save|use_persistent_ckpt|finetune|pretrained"
     r"|exit_on_missing|log_|logging|tensorboard|wandb|mlflow|one_logger|enable_one_logger|timing_log|seed$|data_|mock_data"
     r"|train_(iters|samples|data)|valid_data|test_data|per_split|num_dataset|dataloader|num_workers|split$|mmap_bin|eod_mask"

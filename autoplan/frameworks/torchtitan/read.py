@@ -432,7 +432,9 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
     options = Options.of_table(content.options)
     options.pass_over(*ASIDE, "model", "quantize")
     options.inside("activation_checkpoint").pass_over(*POLICY_KEYS)
-    options.inside("experimental").pass_over("custom_import", "custom_args_module")
+    options.inside("experimental").pass_over("custom_import")
+    if options.inside("experimental").has("custom_args_module"):
+        options.inside("experimental").remark("custom_args_module", "a program's own settings are not read")
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
     options.remarks += (item for item in content.unread if not (context.model and item.option == "model.flavor"))
     compiled = _compiled(compiling)
