@@ -178,6 +178,7 @@ def test_both_formats_of_one_tree_agree():
         ("[" * 200, "line 1: nested more than 20 deep"),
         ("- topology: t\n  ring: {}\n", "trees and blocks here: none"),
         ("- topology: t\n  tree: {switches: [{switch: s, nods: a}]}\n", "unknown key 'nods'"),
+        ("- topology: t\n  tree: {switches: [{switch: s, true: a}]}\n", "unknown key of type bool"),
         ("- topology: t\n  tree: {switches: [{switch: 3}]}\n", "Expected `str`, got `int`"),
         ("a" * 2**21, "more than 1,048,576 characters"),
     ],

@@ -22,7 +22,7 @@ def test_paths_and_usual_messages_are_left_alone() -> None:
     assert str(InputError("cluster \u2018b\u00e4r\u2019 has 3 µs")) == "cluster \u2018b\u00e4r\u2019 has 3 µs"
 
 
-@pytest.mark.parametrize("letter", ["\x1b", "\x07", "\u202e", "\x9b", "\udc80"])
+@pytest.mark.parametrize("letter", ["\x1b", "\x07", "\u202e", "\x9b", "\udc80", "\u2028", "\u2029"])
 def test_what_steers_a_terminal_is_escaped(letter: str) -> None:
     assert str(InputError(f"model {letter}[31m is not known")) == f"model {ascii(letter)[1:-1]}[31m is not known"
 

@@ -86,7 +86,7 @@ def test_a_program_of_trl_is_its_arguments_model_adapters_and_quantisation() -> 
     plan, training = launch.plan, launch.training
     assert (plan.dp, plan.micro_batch, plan.num_microbatches, plan.recompute) == (8, 4, 8, "full")
     assert (training.seq_len, training.precision, training.batching) == (2048, "bf16", "packed")
-    assert training.optimizer == "adam8bit"
+    assert training.optimizer == "adam8bit-bnb"
     tuning = training.finetuning
     assert tuning is not None
     assert (tuning.rank, tuning.alpha, tuning.dropout) == (32, 64, 0.0)  # PEFT's default is no dropout

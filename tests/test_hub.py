@@ -12,6 +12,7 @@ import pytest
 
 import autoplan
 from autoplan.base.errors import InputError
+from autoplan.readers.hub import HUB_NAME
 from autoplan.readers.model import hub_name, load_model
 
 CONFIG = {
@@ -111,3 +112,8 @@ def test_no_connection_is_one_line(nowhere: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(InputError, match="no address of the web"):
         load_model(NAME)
     assert not list(nowhere.rglob("config.json"))
+
+
+def test_a_path_is_no_name_of_a_hub() -> None:
+    names = ("org/name", "a.b/c.d", "../x", "./x", "org/..", "org/.")
+    assert [bool(HUB_NAME.fullmatch(name)) for name in names] == [True, True, False, False, False, False]

@@ -237,3 +237,8 @@ def test_what_its_yaml_cannot_express_is_refused(training: dict[str, Any], says:
     file = autoplan.estimate("llama3-8b", **EXPORTED, plan={"micro_batch": 1, "sharding": "zero3"}).file
     with pytest.raises(InputError, match=says):
         exported(replace(file, training=replace(file.training, **training)), "llama-factory", "torchrun")
+
+
+def test_a_number_of_thousands_of_digits_is_no_switch() -> None:
+    """Found by benchmarks/fuzz.py: Python does not print such a number."""
+    assert of(more=f"disable_gradient_checkpointing: 0x{'f' * 5000}\n").plan.recompute == "full"

@@ -17,7 +17,8 @@ from autoplan.cli import make_app
 from autoplan.cost.memory.stage_memory import checkpoint_bytes
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.presets import load_framework
-from autoplan.readers.cluster import load_cluster
+from autoplan.readers.cluster import load_cluster, of_size
+from autoplan.readers.lost_nodes import remaining
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.started_plan import started_plan
@@ -304,3 +305,11 @@ def test_the_command_writes_the_new_plan(
     assert "Python" not in written.file.command
     with pytest.raises(InputError, match=r"replan\.json exists"):
         make_app()(flags, standalone_mode=False, obj={})
+
+
+def test_on_one_node_the_number_of_devices_is_asked_for() -> None:
+    cluster = of_size(load_cluster("h100-sxm"), 1, 8)
+    with pytest.raises(
+        InputError, match="--nodes 1: the plan runs on 1: give the number of its devices left with --gpu"
+    ):
+        remaining(cluster, nodes=1)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 MAX_ECHOED = 80  # characters of a value quoted in a message
 MAX_MESSAGE = 2_000  # characters
+_UNSAFE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # categories of what is no letter, or ends a line
 _QUOTED, _WORD = re.compile(rf"'[^'\n]{{{MAX_ECHOED + 20},}}'"), re.compile(r"\S{400,}")
 
 
@@ -21,7 +22,7 @@ def readable(message: str) -> str:
     message = _WORD.sub(lambda match: f"{match[0][:MAX_ECHOED]}...", message)
     if not message.isprintable():
         message = "".join(
-            letter if letter == "\n" or unicodedata.category(letter)[0] != "C" else ascii(letter)[1:-1]
+            ascii(letter)[1:-1] if letter != "\n" and unicodedata.category(letter) in _UNSAFE else letter
             for letter in message
         )
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE]}..."

@@ -261,8 +261,10 @@ def _key_faults(unknown: Sequence[str], missing: Sequence[str], hints: Collectio
     return f"{' and '.join(faults)} at {path}{known}"
 
 
-def _with_close_key(key: str, keys: Sequence[str]) -> str:
+def _with_close_key(key: object, keys: Sequence[str]) -> str:
     """Return an unknown key in quotes, with the one that it may stand for."""
+    if not isinstance(key, str):  # of YAML, where `true:` and `1:` are no text
+        return f"of type {type(key).__name__}"
     return f"{key!r}" + "".join(f" ({close}?)" for close in close_names(key, keys, most=1))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from autoplan.base.errors import AutoplanWarning, StoreWarning
+from autoplan.base.errors import AutoplanWarning, StoreWarning, readable
 
 
 def say(text: str) -> None:
@@ -50,4 +50,4 @@ def print_warnings(texts: Iterable[str], *, quiet: bool = False) -> None:
 def print_written(path: Path, *, quiet: bool = False, ending: str = "") -> None:
     """Report that a file was written, and its use."""
     if not quiet:
-        print(f"wrote {path}{ending}", file=sys.stderr)
+        print(readable(f"wrote {path}{ending}"), file=sys.stderr)

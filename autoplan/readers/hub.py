@@ -13,7 +13,7 @@ from pathlib import Path
 from autoplan.base.errors import InputError
 from autoplan.base.files import MAX_BYTES, is_file, refused_writes, write_text
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+HUB_NAME = re.compile(r"(?!\.+/)[\w.-]+/(?!\.+$)[\w.-]+", re.ASCII)  # no path such as ../x
 _TIMEOUT_S = 10.0
 
 

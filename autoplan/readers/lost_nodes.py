@@ -31,7 +31,8 @@ def remaining(
         raise InputError(f"--nodes and --gpus say how many are left, --without which nodes are lost: {way_out}")
     for flag, left, total in (("--nodes", nodes, cluster.num_nodes), ("--gpus", devices, cluster.num_devices)):
         if left is not None and not 1 <= left < total:
-            raise InputError(f"{flag} {left}: the plan runs on {total}: must be from 1 to {total - 1}")
+            rule = f"must be from 1 to {total - 1}" if total > 1 else "give the number of its devices left with --gpus"
+            raise InputError(f"{flag} {left}: the plan runs on {total}: {rule}")
     if without:
         return (_without(cluster, without),)
     flag = "--nodes" if nodes is not None else "--gpus"

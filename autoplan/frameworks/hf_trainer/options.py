@@ -103,4 +103,4 @@ def plain_values(options: Options) -> dict[str, Any]:
 def is_on(options: Options, key: str) -> bool:
     """Return whether a switch is on, including words that mean on, such as axolotl's "full" and "auto"."""
     value = options.value(key)
-    return value is True or value == "" or str(value).casefold() in ("true", "1", "full", "auto")
+    return value in (True, "") or (isinstance(value, str) and value.casefold() in ("true", "1", "full", "auto"))
