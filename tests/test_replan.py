@@ -308,8 +308,5 @@ def test_the_command_writes_the_new_plan(
 
 
 def test_on_one_node_the_number_of_devices_is_asked_for() -> None:
-    cluster = of_size(load_cluster("h100-sxm"), 1, 8)
-    with pytest.raises(
-        InputError, match="--nodes 1: the plan runs on 1: give the number of its devices left with --gpu"
-    ):
-        remaining(cluster, nodes=1)
+    with pytest.raises(InputError, match="--nodes 1: the plan runs on 1: give the number of its devices left"):
+        remaining(of_size(load_cluster("h100-sxm"), 8), nodes=1)
