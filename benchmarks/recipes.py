@@ -51,8 +51,8 @@ _LATER = (
     "instead of 1 a factor of 2.8 (nvbridge-227, -100)"
 )
 _GRAPHED = (
-    "its recipe captures attention, Mamba and routers, which its row does not say (Megatron-Bridge v0.3.1 to 067f987, "
-    "nemotronh): it has what graphs save here, and the price without them is too high by as much"
+    "its recipe, but Super's on B200, captures attention, Mamba and routers, which its row does not say "
+    "(Megatron-Bridge v0.3.1 to 067f987, nemotronh): it has what graphs save here, and the price without is too high"
 )
 _PROXY = "a proxy with fewer layers, which keeps the degrees that all 126 need: fewer fit without cp or pp"
 _SPLIT_HEAD = "the last of 2 stages has a head of 202,048 words, as long as 3 of its 24 layers"
@@ -98,6 +98,8 @@ DOUBTS = {
     "nemotron_340b.yaml of the 24.07 container repeats attention alone",
     "nemo2407-015": "its table tells no recomputation: states of 14 bytes a parameter, which nothing shards, need 65 "
     "of 79 GiB, so that it repeats layers or has narrower states than the launcher's sft.yaml",
+    "nvbridge-017": "its recipe shards all states by Megatron-FSDP (067f987, nemotronh/common.py), its row does not",
+    "nvbridge-018": "as nvbridge-017",
     "nvbridge-077": "within what is not known of it: 194 of 186 GiB, 145 of them activations of the 40 layers left",
     "nvbridge-245": "offloads activations of 40 of 80 layers (v0.2.0, configs/llama3/workload_base_configs.py: GB200, "
     "fp8_cs), which its row does not say; then as nvbridge-077",

@@ -87,6 +87,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "gather overlap": (DENSE, plan_of(dp_shard=8, grad_reduce_overlap=False), 4096),
     "offload": (DENSE, plan_of(dp_shard=8, sharding="none", offload="optimizer"), 4096),
     "graphs of routers": (DENSE, plan_of(cuda_graphs="router"), 4096),
+    "graphs and fully sharded": (DENSE, plan_of(dp_shard=8, sharding="zero3", cuda_graphs="attn"), 4096),
     "graphs and recompute": (DENSE, plan_of(cuda_graphs="layer", recompute="full"), 4096),
     "graphs and ep overlap": (DENSE_FIRST, plan_of(ep=2, dp_shard=2, ep_overlap=True, cuda_graphs="layer"), 4096),
     "narrow params": (DENSE, plan_of(dp_shard=8, narrow_params=True), 4096),
@@ -122,6 +123,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "aligned tokens": (DENSE, plan_of(precision="mxfp8"), 4104),
     "gathers in 8 bits": (DENSE, plan_of(dp_shard=8, sharding="zero3", quantized_gathers=True), 4096),
     "reductions in 4 bits": (DENSE, plan_of(dp_shard=8, sharding="zero3", quantized_reductions=True), 4096),
+    "loss in pieces": (DENSE, plan_of(chunked_loss=True), 4096),
     "a second copy": (DENSE, plan_of(dp_shard=8, sharding="zero3", secondary_shard=2), 4096),
 }
 
@@ -142,6 +144,7 @@ def test_every_rule_has_a_plan_that_breaks_it() -> None:
         "an encoder of",
         "an encoder on ranks of its own",
         "layers that share",
+        "matrices of low rank",
         "scans of Mamba-1",
         "convolutions",
         "heads of two sizes",

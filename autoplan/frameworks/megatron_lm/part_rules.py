@@ -17,6 +17,7 @@ from autoplan.spec.enums import (
     OffloadModules,
     Precision,
     RecomputeModule,
+    Sharding,
 )
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
@@ -91,9 +92,12 @@ def _graphs_exist(workload: Workload, batch: PlanBatch) -> Bools:
     return batch.cuda_graphs != CudaGraphs.ROUTER.code
 
 
+def _is_graphed_in_part(batch: PlanBatch) -> Bools:
+    return (batch.cuda_graphs > CudaGraphs.NONE.code) & (batch.cuda_graphs < CudaGraphs.FULL_ITERATION.code)
+
+
 def _graphs_recompute(workload: Workload, batch: PlanBatch) -> Bools:
-    is_partial = (batch.cuda_graphs > CudaGraphs.NONE.code) & (batch.cuda_graphs < CudaGraphs.FULL_ITERATION.code)
-    return ~is_partial | ((batch.recompute != FULL) & ~batch.repeats(RecomputeModule.MOE))
+    return ~_is_graphed_in_part(batch) | ((batch.recompute != FULL) & ~batch.repeats(RecomputeModule.MOE))
 
 
 def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
@@ -147,6 +151,11 @@ RULES: tuple[Rule, ...] = (
             f"cuda_graphs {p.cuda_graphs} with {'experts' if s.model.moe else 'a model without experts'}: use "
             + ("mxfp8, dispatcher hybridep and etp 1 with gated experts, or layer" if s.model.moe else "attn or layer")
         ),
+    ),
+    Rule(
+        source="core/distributed/fsdp/mcore_fsdp_adapter.py:182",
+        holds=lambda s, b: ~_is_graphed_in_part(b) | (b.sharding < Sharding.ZERO2.code),
+        text=lambda s, p: f"cuda_graphs {p.cuda_graphs} with {p.sharding}: use zero1, or no graphs",
     ),
     Rule(
         source=f"{_CONFIG}:2832",
