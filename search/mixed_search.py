@@ -108,7 +108,7 @@ def _priced_on(problem: MixedProblem, result: MixedResult) -> tuple[MixedCost, .
     """Return the plans of a result on a part of a cluster, with their prices on all of it."""
     costs: list[MixedCost] = []
     for cost in result.ranked:
-        with suppress(AutoplanError):  # some states are sharded over whole parts alone
+        with suppress(AutoplanError):  # some states are sharded over whole nodes alone
             costs += estimate_mixed(problem, [cost.plan])
     return tuple(costs)
 
@@ -135,21 +135,27 @@ def _search_all(
 
 
 def best_of(results: Sequence[MixedResult]) -> MixedResult:
-    """Join searches of one cluster: plans with the highest rates first, and what all bounds leave open."""
-    results = [result for result in results if result.ranked] or results[:1]
+    """Join searches of one cluster, of those with plans that fit if there are any, and what all bounds leave open.
+
+    The best of their first plans comes first, the others by their rates.
+    """
+    found = [result for result in results if result.ranked]
+    results = [result for result in found if result.ranked[0].verdict == "fits"] or found or results[:1]
     if len(results) == 1:
         return results[0]
-    plans = sorted(itertools.chain(*(result.ranked for result in results)), key=lambda cost: -cost.sequences_per_s)
+    first = max((result.ranked[0] for result in results), key=lambda cost: cost.sequences_per_s)
+    others = sorted(itertools.chain(*(result.ranked for result in results)), key=lambda cost: -cost.sequences_per_s)
+    ranked = {cost.plan: cost for cost in (first, *others)}
     certificates = [result.certificate for result in results]
-    most = max(result.ranked[0].sequences_per_s / (1 - result.certificate.gap) for result in results if result.ranked)
+    most = max(result.ranked[0].sequences_per_s / (1 - result.certificate.gap) for result in results)
     certificate = replace(
         certificates[0],
         structures=sum(certificate.structures for certificate in certificates),
         plans=sum(certificate.plans for certificate in certificates),
         rates_alone=tuple(map(max, zip(*(certificate.rates_alone for certificate in certificates), strict=True))),
-        gap=1 - plans[0].sequences_per_s / most,
+        gap=1 - first.sequences_per_s / most,
     )
-    return MixedResult(ranked=tuple(plans[:KEPT_PLANS]), closest=None, certificate=certificate)
+    return MixedResult(ranked=tuple(ranked.values())[:KEPT_PLANS], closest=None, certificate=certificate)
 
 
 def robust_order(result: MixedResult, quantile: float) -> MixedResult:

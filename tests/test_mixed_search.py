@@ -22,15 +22,15 @@ from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
 from autoplan.search.mixed_bounds import Candidate, MixedSpace
 from autoplan.search.mixed_refinement import Refiner
-from autoplan.search.mixed_search import candidates_of, fastest_s
+from autoplan.search.mixed_search import best_of, candidates_of, fastest_s
 from autoplan.search.mixed_search import search_mixed as search_space
 from autoplan.search.structures import Equal, Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search as plain_search
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import Offload
-from autoplan.spec.estimate import RISKY_Z
+from autoplan.spec.estimate import OOM_Z, RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
-from autoplan.spec.mixed_result import MixedCost, MixedResult
+from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedResult
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import even_chunks
 from autoplan.topology.mixed_cluster import BetweenSpec
@@ -321,6 +321,23 @@ def test_a_node_that_does_not_divide_the_batch_is_left_idle() -> None:
     assert four.plan == three.plan
     assert four.plan.num_devices_on(0) == 24
     assert four.step_s == pytest.approx(three.step_s)
+
+
+def test_joined_searches_are_led_by_plans_that_fit() -> None:
+    problem = problem_of(scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "two"))
+    plans = [plan_of(kinds=(replicas(count, 4, (0, 1, 12)),)) for count in (1, 2)]
+    safe, faster = estimate_mixed(problem, plans)
+    risky = replace(faster, oom_z=OOM_Z)
+
+    def result(cost: MixedCost, gap: float) -> MixedResult:
+        certificate = MixedCertificate(structures=2, plans=3, rates_alone=(1.0, 2.0), gap=gap, limits=())
+        return MixedResult(ranked=(cost,), closest=None, certificate=certificate)
+
+    assert best_of([result(risky, 0.0), result(safe, 0.1)]) == result(safe, 0.1)
+    both = best_of([result(safe, 0.0), result(faster, 0.1)])
+    assert both.ranked == (faster, safe)
+    assert both.certificate.gap == pytest.approx(0.1)
+    assert (both.certificate.structures, both.certificate.plans) == (4, 6)
 
 
 def test_parts_in_another_order_have_the_same_best_plan() -> None:
