@@ -12,7 +12,7 @@ from autoplan.base.files import decode
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.search.ranking import ranked
 from autoplan.spec.plan import ParallelPlan, PlanBatch
-from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PlanFile
+from autoplan.spec.plan_file import MIXED_FILE_VERSION, PLAN_FILE_VERSION, MixedPlanFile, PlanFile
 from problems import problem_for
 
 
@@ -49,8 +49,8 @@ def test_the_version_of_a_file_is_looked_at_before_its_keys() -> None:
     with pytest.raises(InputError, match=rf"plan.json: schema_version is 99, this autoplan reads {PLAN_FILE_VERSION}$"):
         decode(PlanFile, {"schema_version": 99, "more": 1}, "plan.json")
     older = {"mixed_schema_version": 2, "command": "autoplan search x", "best": {"plan": {"sharding": "zero1"}}}
-    says = "mixed_schema_version is 2, this autoplan reads 3: make the file again with autoplan search x"
-    with pytest.raises(InputError, match=says):
+    reads = f"mixed_schema_version is 2, this autoplan reads {MIXED_FILE_VERSION}"
+    with pytest.raises(InputError, match=f"{reads}: make the file again with autoplan search x"):
         decode(MixedPlanFile, older, "plan.json")
 
 
