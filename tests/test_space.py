@@ -139,7 +139,7 @@ def test_enumeration_equals_brute_force(
         shard_domains=(2, 4) if book.shards_over_part else (),
         recomputes=recomputes,
         split=book.split,
-    ).where(sharding=book.words("sharding"), schedule=book.words("schedule"))
+    ).where(sharding=book.words("sharding"), schedule=book.words("schedule"), gradient_accumulation_fusion=(True,))
     space = replace(space_of(model, devices, limits), rules=book.rules)
     found = enumerated(space)
     shapes = list(all_shapes(limits, model, devices))
@@ -159,7 +159,12 @@ def test_what_is_turned_down_early_holds_no_legal_plan(book: Rulebook, model: Mo
         shard_domains=(4,) if book.shards_over_part else (),
         recomputes=("none", "full", *(("full:1", "full:2") if book.repeats_some_layers else ())),
         split=book.split,
-    ).where(sharding=book.words("sharding"), schedule=book.words("schedule"), offload=("none", "optimizer"))
+    ).where(
+        sharding=book.words("sharding"),
+        schedule=book.words("schedule"),
+        offload=("none", "optimizer"),
+        gradient_accumulation_fusion=(True,),
+    )
     space = replace(space_of(model, devices, limits), rules=book.rules)
     cells = space.cells()
     groups, owner = space.groups(cells)
