@@ -109,6 +109,8 @@ class Record:
         for name, kinds in (("mode", get_args(Mode)), ("status", get_args(Status))):
             if getattr(self, name) not in kinds:
                 raise InputError(f"{name} {getattr(self, name)!r} is unknown: known are {', '.join(kinds)}")
+        if not 0 <= self.protocol < 2**31:
+            raise InputError(f"protocol must be from 0 to {2**31 - 1}")
         if not (self.samples_s or self.status == "failed"):
             raise InputError(f"{self.operation} {self.shape} has no samples, and is not marked as failed")
         if len(self.samples_s) > MAX_SAMPLES:

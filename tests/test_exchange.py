@@ -183,6 +183,13 @@ def test_what_does_not_say_that_it_is_an_export_is_refused(tmp_path: Path, heade
     assert message in refusal(packed(tmp_path / "timings.jsonl.gz", header))
 
 
+@pytest.mark.parametrize("protocol", [2**31, 10**20, -1])
+def test_a_protocol_that_no_database_holds_is_refused(tmp_path: Path, protocol: int) -> None:
+    """Found by benchmarks/fuzz.py: SQLite takes numbers of 63 bits."""
+    good = msgspec.json.decode(msgspec.json.encode(GEMM))
+    assert "protocol must be from 0 to" in refusal(packed(tmp_path / "x.gz", HEADER, {**good, "protocol": protocol}))
+
+
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "timings.jsonl.gz"
     head = json.dumps(HEADER).encode() + b"\n"
