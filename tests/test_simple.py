@@ -8,7 +8,7 @@ import pytest
 
 from autoplan.frameworks.common.rules import broken
 from autoplan.search.plan_changes import prices
-from autoplan.search.simple import MAX_SLOWER, simplest_first, simplified
+from autoplan.search.simple import MAX_SLOWER, SMALL_RISK, simplest_first, simplified
 from autoplan.search.space import Space
 from autoplan.search.study import search
 from autoplan.spec.estimate import VERDICTS
@@ -42,6 +42,7 @@ def test_the_simplest_plan_is_legal_as_safe_and_hardly_slower(changes: dict[str,
     best = named.rivals[0]
     assert fastest.s_per_sequence <= best.s_per_sequence <= fastest.s_per_sequence * (1 + MAX_SLOWER)
     assert VERDICTS.index(best.verdict) <= VERDICTS.index(fastest.verdict)
+    assert best.oom_probability <= max(fastest.oom_probability, SMALL_RISK)
     assert not broken(space.rules, problem.workload, best.plan)
     assert prices(problem, [best.plan])[0] == best
     assert named.ranked[0] == best
