@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -338,3 +339,10 @@ def test_a_common_name_is_of_one_shipped_cluster() -> None:
 def test_sizes_of_other_forms_are_told_as_they_are_written(word: str, size: str) -> None:
     with pytest.raises(InputError, match=f"write {size}"):
         load_cluster(word)
+
+
+def test_a_device_has_a_number_of_nics_that_a_graph_can_hold() -> None:
+    """Found by benchmarks/fuzz.py: the graph of a node has one vertex for every NIC."""
+    network = load_cluster("h100-sxm").network
+    with pytest.raises(InputError, match="nics_per_device must be at most 64"):
+        replace(network, nics_per_device=4294967296.0)

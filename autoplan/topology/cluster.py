@@ -12,6 +12,7 @@ from autoplan.base.errors import InputError, OutOfRangeError
 from autoplan.base.units import check_count, check_fraction, check_name, check_positive
 
 MAX_DEVICES = 10**6
+MAX_NICS_PER_DEVICE = 64
 
 
 def _check_spread(rate_spread: float) -> None:
@@ -219,6 +220,8 @@ class NetworkSpec:
     def __post_init__(self) -> None:
         for name in ("nic_bytes_per_s", "nics_per_device", "latency_s", "half_rate_bytes"):
             check_positive(name, getattr(self, name))
+        if self.nics_per_device > MAX_NICS_PER_DEVICE:
+            raise OutOfRangeError("nics_per_device", self.nics_per_device, f"must be at most {MAX_NICS_PER_DEVICE}")
         check_fraction("efficiency", self.efficiency)
         sizes = [tier.num_nodes for tier in self.tiers]
         for inner, outer in pairwise(sizes):

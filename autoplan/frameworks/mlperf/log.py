@@ -95,7 +95,7 @@ def _samples(metadata: object, *, ends: bool) -> float | None:
 def _decoded(text: str) -> dict[str, Any]:
     try:
         event = json.loads(text)
-    except ValueError:  # truncated, or not JSON
+    except (ValueError, RecursionError):  # truncated, not JSON, or nested without an end
         return {}
     return event if isinstance(event, dict) else {}
 
