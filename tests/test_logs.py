@@ -387,10 +387,8 @@ def test_blocks_of_mlperf_are_read_without_the_evaluations_between() -> None:
     lines += [mlperf("block_start", 90_000, samples_count=80), mlperf("tracked_stats", 94_000, {"throughput": 4.0})]
     lines += [mlperf("block_stop", 94_000, samples_count=96), mlperf("block_start", 150_000, samples_count=96)]
     lines += [mlperf("train_loss", 154_000, 2.5, samples_count=112), mlperf("block_stop", 158_000, samples_count=128)]
-    run = read(
-        [*lines, ":::MLLOG {cut", f":::MLLOG {'{"a":' * 10**5}", mlperf("run_stop", 158_000, status="success")],
-        batch=None,
-    )
+    broken = [":::MLLOG {cut", ":::MLLOG " + '{"a":' * 10**5]
+    run = read([*lines, *broken, mlperf("run_stop", 158_000, status="success")], batch=None)
     assert (run.framework, run.source, run.step_s, run.num_steps) == ("MLPerf", "stated", (2.0, 2.0, 2.0), 6)
     assert run.losses == (2.5,)
 
