@@ -35,6 +35,8 @@ class Example:
 LLAMA_8B = replace(load_model("llama3-8b"), name="megatron", rope_base=1e6, aliases=(), sources=())
 OVERLAP = {"grad_reduce_overlap": True, "param_gather_overlap": True}
 PLAIN = {"grad_reduce_overlap": False, "param_gather_overlap": False}
+# Transformer Engine's default recipe, with parameters that are gathered in 8 bits.
+DELAYED = {"precision": "fp8", "fp8_scaling": "delayed", "narrow_params": True}
 UNSHARDED = {**PLAIN, "sharding": "none"}
 
 EXAMPLES: dict[str, Example] = {
@@ -43,8 +45,8 @@ EXAMPLES: dict[str, Example] = {
         "MEGATRON_LM_DIR",
         "examples/gpt3/train_gpt3_175b_distributed.sh",
         gpt(96, 12288, 96, vocab_size=50257, name="megatron"),
-        # The script starts one node; its degrees need 16.
-        ParallelPlan(global_batch=1536, tp=8, pp=16, precision="fp16", dropout=True, **UNSHARDED),
+        # The script starts one node; its degrees need 16.  In fp16 gradients have 16 bits, unless it says otherwise.
+        ParallelPlan(global_batch=1536, tp=8, pp=16, precision="fp16", grad_dtype="bf16", dropout=True, **UNSHARDED),
         seq_len=2048,
         precision="fp16",
         given={"variables": (("NUM_NODES", "16"),)},
@@ -55,14 +57,12 @@ EXAMPLES: dict[str, Example] = {
         "MEGATRON_LM_DIR",
         "examples/llama/train_llama3_8b_h100_fp8.sh",
         LLAMA_8B,
-        ParallelPlan(global_batch=128, dp_shard=8, precision="fp8", cross_entropy_fusion="native", **OVERLAP),
+        ParallelPlan(
+            global_batch=128, dp_shard=8, grad_dtype="bf16", cross_entropy_fusion="native", **DELAYED, **OVERLAP
+        ),
         seq_len=8192,
         precision="fp8",
-        unread=(
-            "--fp8-param-gather",
-            "--grad-reduce-in-bf16",
-            "--empty-unused-memory-level",
-        ),
+        unread=("--empty-unused-memory-level",),
     ),
     "mixtral 8x7b": Example(
         megatron_lm.READER,
@@ -72,7 +72,7 @@ EXAMPLES: dict[str, Example] = {
         ParallelPlan(global_batch=256, pp=4, ep=8, dp_shard=16, **OVERLAP),
         seq_len=4096,
         given={"variables": (("SLURM_NNODES", "8"),)},
-        unread=("--tokenizer-type",),
+        unread=("--tokenizer-type", "--attention-backend", "moe_permute_fusion"),
     ),
     "llama3 8b sharded whole": Example(
         megatron_lm.READER,
@@ -83,8 +83,9 @@ EXAMPLES: dict[str, Example] = {
             global_batch=128,
             dp_shard=8,
             sharding="zero3",
-            precision="fp8",
             cross_entropy_fusion="native",
+            gradient_accumulation_fusion=False,
+            **DELAYED,
             **OVERLAP,
         ),
         seq_len=8192,
@@ -94,7 +95,6 @@ EXAMPLES: dict[str, Example] = {
             "--fsdp-double-buffer",
             "--fsdp-manual-registration",
             "--empty-unused-memory-level",
-            "--fp8-param-gather",
         ),
     ),
     "deepseek v3 in a here-document of sbatch": Example(
@@ -110,6 +110,9 @@ EXAMPLES: dict[str, Example] = {
             sharding="zero3",
             recompute="selective",
             recompute_modules=("mlp", "moe", "mla_up_proj", "layernorm"),
+            dispatcher="hybridep",
+            rope_fusion=True,
+            gradient_accumulation_fusion=False,
             **OVERLAP,
         ),
         seq_len=4096,
@@ -135,17 +138,17 @@ EXAMPLES: dict[str, Example] = {
             num_kv_heads=8,
             attention_sinks=True,
             window=128,
+            clamped_activation=True,
             full_attention_interval=2,
             moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=2048),
         ),
         # As many stages as devices: its own 8 do not divide the 12 layers, which Megatron-LM refuses.
-        ParallelPlan(global_batch=128, pp=4, recompute="selective", precision="fp8", dropout=True, **OVERLAP),
+        ParallelPlan(global_batch=128, pp=4, recompute="selective", dropout=True, **DELAYED, **OVERLAP),
         seq_len=8192,
         precision="fp8",
         given={"variables": (("GPUS_PER_NODE", "4"),)},
         unread=(
             "--no-rope-fusion",
-            "--fp8-param-gather",
             "--export-force-local-attention",
             "--disable-bf16-reduced-precision-matmul",
         ),
@@ -155,10 +158,17 @@ EXAMPLES: dict[str, Example] = {
         "PRIMUS_DIR",
         "examples/megatron/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml",
         load_model("llama3.1-8b"),
-        ParallelPlan(global_batch=128, micro_batch=2, dp_shard=8, cross_entropy_fusion="te", **OVERLAP),
+        ParallelPlan(
+            global_batch=128,
+            micro_batch=2,
+            dp_shard=8,
+            cross_entropy_fusion="te",
+            gradient_accumulation_fusion=False,
+            **OVERLAP,
+        ),
         seq_len=8192,
         given={"num_devices": 8},
-        unread=("enable_primus_turbo",),
+        unread=("model", "enable_primus_turbo"),
     ),
     "primus deepseek v3": Example(
         primus.READER,
@@ -176,6 +186,10 @@ EXAMPLES: dict[str, Example] = {
             dp_shard=16,
             recompute="full",
             cross_entropy_fusion="te",
+            rope_fusion=True,
+            grad_dtype="bf16_main",
+            main_weights="remainders",
+            moment_dtype="bf16",
             **OVERLAP,
         ),
         seq_len=4096,
@@ -187,9 +201,8 @@ EXAMPLES: dict[str, Example] = {
             "use_turbo_deepep",
             "turbo_deepep_num_cu",
             "turbo_sync_free_moe_stage",
-            "main_grads_dtype",
-            "exp_avg_dtype",
-            "exp_avg_sq_dtype",
+            "moe_token_dispatcher_type",
+            "model",
             "moe_use_fused_router_with_aux_score",
         ),
     ),
@@ -202,6 +215,7 @@ EXAMPLES: dict[str, Example] = {
         seq_len=4096,
         given={"num_devices": 8},
         unread=(
+            "model",
             "pp_algorithm",
             "enable_primus_turbo",
             "use_turbo_attention",
@@ -214,10 +228,9 @@ EXAMPLES: dict[str, Example] = {
         "MEGATRON_BRIDGE_DIR",
         "src/megatron/bridge/recipes/llama/h100/llama3.py",
         load_model("llama3-8b"),
-        ParallelPlan(global_batch=512, tp=4, sp=True, cp=2, pp=2, **OVERLAP),
+        ParallelPlan(global_batch=512, tp=4, sp=True, cp=2, pp=2, cross_entropy_fusion="te", **OVERLAP),
         seq_len=16384,
         given={"variables": (("RECIPE", "llama3_8b_pretrain_16gpu_h100_bf16_16k_config"),), "num_devices": 16},
-        unread=("ddp.grad_reduce_in_fp32",),
     ),
     "bridge llama3 70b": Example(
         megatron_bridge.READER,
@@ -225,11 +238,20 @@ EXAMPLES: dict[str, Example] = {
         "src/megatron/bridge/recipes/llama/h100/llama3.py",
         load_model("llama3-70b"),
         ParallelPlan(
-            global_batch=512, tp=4, sp=True, cp=2, pp=4, vp=5, schedule="interleaved", tp_overlap=True, **OVERLAP
+            global_batch=512,
+            tp=4,
+            sp=True,
+            cp=2,
+            pp=4,
+            vp=5,
+            schedule="interleaved",
+            tp_overlap=True,
+            cross_entropy_fusion="te",
+            **OVERLAP,
         ),
         seq_len=8192,
         given={"variables": (("RECIPE", "llama3_70b_pretrain_32gpu_h100_bf16_config"),), "num_devices": 32},
-        unread=("ddp.grad_reduce_in_fp32",),
+        unread=("comm_overlap.tp_comm_overlap_cfg",),
     ),
 }
 
