@@ -23,7 +23,7 @@ from autoplan.spec.search_result import RankedPlan, SearchResult
 
 # How much slower a plan with fewer options may be: far less than the interval of any ratio of two plans.
 MAX_SLOWER = 0.01
-SMALL_RISK = 0.01  # of running out of memory, which a simpler plan may have
+SMALL_RISK = 0.01  # of running out of memory
 MAX_RIVALS = 4  # best plans of other degrees that are simplified in addition to the fastest
 
 
@@ -34,7 +34,7 @@ def simplest_first(problem: Problem, space: Space, result: SearchResult) -> Sear
     near = [
         candidate
         for candidate in slower_plans[:MAX_RIVALS]
-        if candidate.s_per_sequence <= slowest and _is_no_riskier(candidate, fastest)
+        if candidate.s_per_sequence <= slowest and is_as_safe(candidate, fastest)
     ]
     simplified_plans = [simplified(problem, space, candidate, slowest) for candidate in (fastest, *near)]
     _, simplest = min(simplified_plans, key=lambda counted: (_parts(*counted), counted[1].s_per_sequence))
@@ -48,17 +48,13 @@ def simplest_first(problem: Problem, space: Space, result: SearchResult) -> Sear
     return replace(result, ranked=ranked, rivals=rivals, certificate=certificate)
 
 
-def _is_no_riskier(candidate: RankedPlan, reference: RankedPlan) -> bool:
-    """Return whether a plan hardly ever runs out of memory, or no more often than another one."""
-    risk = max(reference.oom_probability, SMALL_RISK)
-    return is_as_safe(candidate, reference) and candidate.oom_probability <= risk
-
-
-def _parts(num_options: int, candidate: RankedPlan) -> tuple[int, bool, int]:
-    """Return what a colleague has to understand: options with unequal layers, contexts, kinds of parallelism."""
+def _parts(num_options: int, candidate: RankedPlan) -> tuple[int, bool, bool, int]:
+    """Return what a colleague has to accept: options with unequal layers, a risk, contexts, kinds of parallelism."""
     plan = candidate.plan
     degrees = (plan.tp, plan.cp, plan.pp, plan.ep, plan.dp)
-    return num_options + (plan.layers_per_chunk is not None), plan.cp > 1, sum(degree > 1 for degree in degrees)
+    is_risky = candidate.oom_probability > SMALL_RISK
+    num_options += plan.layers_per_chunk is not None
+    return num_options, is_risky, plan.cp > 1, sum(degree > 1 for degree in degrees)
 
 
 def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float) -> tuple[int, RankedPlan]:
@@ -77,11 +73,7 @@ def simplified(problem: Problem, space: Space, start: RankedPlan, slowest: float
     axes = difference.axes()
     while axes:
         fewer = safe_mixes(difference, [tuple(axis for axis in axes if axis != left_axis) for left_axis in axes], start)
-        near = {
-            axes: candidate
-            for axes, candidate in fewer.items()
-            if candidate.s_per_sequence <= slowest and _is_no_riskier(candidate, start)
-        }
+        near = {axes: candidate for axes, candidate in fewer.items() if candidate.s_per_sequence <= slowest}
         if not near:
             break
         axes = min(near, key=lambda subset: near[subset].s_per_sequence)
@@ -107,9 +99,7 @@ def _evened(problem: Problem, space: Space, start: RankedPlan) -> Sequence[Ranke
     lawful = legal(space.rules, problem.workload, PlanBatch.of(plans, num_layers))
     legal_plans = [plans[at] for at in np.flatnonzero(lawful)]
     return (
-        [candidate for candidate in prices(problem, legal_plans) if _is_no_riskier(candidate, start)]
-        if legal_plans
-        else ()
+        [candidate for candidate in prices(problem, legal_plans) if is_as_safe(candidate, start)] if legal_plans else ()
     )
 
 
