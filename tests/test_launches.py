@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from autoplan.cost.blocks import block_costs
+from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.launches import (
     AROUND_EXPERTS,
     BIAS_PER_EXPERT,
@@ -142,3 +143,17 @@ def test_blocks_of_unlike_layers_on_one_rank_make_up_for_each_other() -> None:
     shown = [costs[Block.MOE].forward_s["launch"][0] for costs in (together, apart)]
     assert shown[0] <= shown[1]
     assert np.isfinite(shown).all()
+
+
+def test_faster_kernels_make_experts_that_overlap_no_slower() -> None:
+    """What of their traffic shows is shared evenly by both passes, which two micro-batches run at once."""
+    problem = problem_for("hy3", "mi350x:32x8", "primus", seq_len=1024)
+    device = problem.cluster.device.slowed(1.5)
+    faster = replace(problem, cluster=replace(problem.cluster, device=device))
+    plan = {"tp": 4, "sp": True, "ep": 16, "etp": 4, "dp_replicate": 2, "dp_shard": 32, "cuda_graphs": "attn"}
+    plans = [
+        ParallelPlan.derived(global_batch=1024, sharding="zero1", ep_overlap=overlap, has_experts=True, **plan)
+        for overlap in (False, True)
+    ]
+    batch = PlanBatch.of(plans, problem.model.num_layers)
+    assert (estimate(faster, batch).step_s <= estimate(problem, batch).step_s).all()

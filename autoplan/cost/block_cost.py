@@ -186,9 +186,10 @@ def with_launches(
 
     The host runs ahead: a block that takes longer on the device compensates for one that is launched late, within a
     layer or, where layers differ and one rank has all of them, within the model. A host that waits for the device in a
-    block of experts runs ahead from there until the next such block. Stages with different layers are simplified: no
-    block compensates for another. The same holds for backward passes of a rank that recomputes only part of its layers,
-    where the recomputed ones would compensate for more blocks than there are.
+    block of experts runs ahead from there until the next such block. Where experts overlap with another micro-batch,
+    its backward pass compensates for the forward pass, and the other way. Stages with different layers are simplified:
+    no block compensates for another. The same holds for backward passes of a rank that recomputes only part of its
+    layers, where the recomputed ones would compensate for more blocks than there are.
     """
     layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
     count = {block: sum(layer.count(block) for layer in layers) for block in lags}
@@ -206,6 +207,13 @@ def with_launches(
     forward = shown(lambda lag: lag.forward_s, on_stages)
     backward = shown(lambda lag: lag.backward_s)
     repeated = shown(lambda lag: lag.repeated_s)
+    if batch.ep_overlap.any():
+        at_once = shown(lambda lag: lag.forward_s + lag.backward_s)
+        for block in lags:
+            apart = forward[block] + backward[block]
+            share = np.divide(at_once[block], apart, out=np.ones_like(apart), where=apart > 0)
+            share = np.where(batch.ep_overlap, share, 1.0)
+            forward[block], backward[block] = share * forward[block], share * backward[block]
     found = {
         block: replace(
             cost,
