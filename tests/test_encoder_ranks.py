@@ -194,6 +194,6 @@ def test_stages_run_1f1b_with_whole_replicas() -> None:
     problem = _problem(ranks="dp=8")
     plans = (_plan(pp=3, dp_shard=8), _plan(tp=2, sp=True, pp=4, dp_shard=3, global_batch=120))
     rules = book_of(problem.framework).rules
-    told = [broken(rules, problem.workload, plan) for plan in plans]
-    assert not any("ranks of its own" in why for why in told[0])
-    assert any("use 1f1b with vp 1, and a dp of which the encoder's dp 8 is a divisor" in why for why in told[1])
+    reasons = [broken(rules, problem.workload, plan) for plan in plans]
+    assert not any("ranks of its own" in why for why in reasons[0])
+    assert any("use 1f1b with vp 1, and a dp of which the encoder's dp 8 is a divisor" in why for why in reasons[1])

@@ -326,12 +326,12 @@ def test_plans_that_differ_are_files_whose_options_differ(tmp_path: Path, to: st
         file = replace(plan_file_of(LLAMA_8B, **plan), framework=load_framework(facts_of(to.partition("@")[0])))
         with contextlib.suppress(InputError):  # not every target can express every plan
             files = exported(file, to, "torchrun")
-            for one in files:
-                (tmp_path / one.name).write_text(one.text)
-            for one in files:
+            for written in files:
+                (tmp_path / written.name).write_text(written.text)
+            for written in files:
                 with contextlib.suppress(InputError):  # such as of a script that starts another file
-                    read = read_launch(tmp_path / one.name, replace(COMPLETE, model=file.model, seq_len=4096))
-                    assert found.setdefault((one.name, tuple(sorted(read.options))), read.plan) == read.plan
+                    read = read_launch(tmp_path / written.name, replace(COMPLETE, model=file.model, seq_len=4096))
+                    assert found.setdefault((written.name, tuple(sorted(read.options))), read.plan) == read.plan
     assert len(found) > 1
 
 

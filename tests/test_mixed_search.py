@@ -293,7 +293,7 @@ def test_one_more_part_never_makes_the_best_plan_slower(speed: float) -> None:
 
 
 def test_one_more_node_makes_the_best_plan_hardly_slower() -> None:
-    """Of batches that divide badly as well; plans that nearly fill the cluster may lose 1 % against one node less."""
+    """Batches may divide badly; plans that nearly fill the cluster may lose 1 % against one node less."""
     choices, names = random.Random(3), ("h100-sxm", "a100-sxm", "mi300x", "rtx-4090")
     for to in ("torchtitan", "deepspeed", "megatron-lm", "autoplan"):
         one, other = choices.sample(names, 2)

@@ -145,8 +145,8 @@ def test_what_is_not_quantised_is_in_16_bits_or_in_fp32(plan: ParallelPlan) -> N
 
 
 def test_every_field_of_a_plan_is_in_a_batch_or_refused_where_it_is_not_the_default() -> None:
-    held = {field.name for field in dataclasses.fields(PlanBatch)} | {"layers_per_chunk"}
-    assert {field.name for field in dataclasses.fields(ParallelPlan)} <= held
+    in_batch = {field.name for field in dataclasses.fields(PlanBatch)} | {"layers_per_chunk"}
+    assert {field.name for field in dataclasses.fields(ParallelPlan)} <= in_batch
 
 
 def test_the_plans_of_a_batch_share_their_placement() -> None:

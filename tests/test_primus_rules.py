@@ -52,8 +52,8 @@ def test_what_they_cannot_is_refused(name: str, changes: dict[str, object], expe
 def test_its_preset_is_megatron_core_with_its_rules() -> None:
     framework, core = load_framework("primus"), load_framework("megatron-core")
     assert book_of(framework).rules[: len(primus.RULES)] == primus.RULES
-    like = {"name": core.name, "rules": core.rules, "sources": core.sources, "lacks": core.lacks}
-    assert replace(framework, **like) == core  # type: ignore[arg-type]
+    of_core = {"name": core.name, "rules": core.rules, "sources": core.sources, "lacks": core.lacks}
+    assert replace(framework, **of_core) == core  # type: ignore[arg-type]
 
 
 def test_a_search_finds_a_plan_with_a_split_schedule_and_its_file(tmp_path: Path) -> None:

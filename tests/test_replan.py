@@ -143,7 +143,7 @@ def test_what_cannot_be_left_is_said(before: PlanResult, left: dict[str, object]
 
 
 def test_lost_devices_leave_a_node_with_fewer(before: PlanResult) -> None:
-    """Of 32 devices 4 are lost in one node: the others of it train on beside three whole nodes."""
+    """Four of 32 devices are lost in one node: the others of it train on beside three whole nodes."""
     before = autoplan.estimate(before, global_batch=112)
     found = autoplan.replan(before, devices=28)
     assert isinstance(found.plan, MixedPlanResult)
@@ -162,15 +162,15 @@ def test_a_mixed_cluster_loses_nodes_of_a_part_or_named_ones(tmp_path: Path) -> 
     words = {"global_batch": 96, "seq_len": 4096, "fix": {"micro_batch": 1}}
     unnamed = autoplan.search_mixed("llama3-8b", cluster="h100-sxm:1x8+a100-sxm:2x8", **words)
     unnamed.save(tmp_path / "plan.json")
-    one = autoplan.replan(tmp_path / "plan.json", without=["a100-sxm:1"], storage_bytes_per_s=1e10)
+    replanned = autoplan.replan(tmp_path / "plan.json", without=["a100-sxm:1"], storage_bytes_per_s=1e10)
     again = autoplan.search_mixed("llama3-8b", cluster="h100-sxm:1x8+a100-sxm:1x8", **words, prefer="fastest")
-    assert isinstance(one.plan, MixedPlanResult)
-    assert one.plan.best == again.best  # with the limits of the first search
-    assert one.summary.kept_share == pytest.approx(unnamed.best.step_s / again.best.step_s)
-    assert (one.summary.nodes_before, one.summary.nodes_left) == (3, 2)
+    assert isinstance(replanned.plan, MixedPlanResult)
+    assert replanned.plan.best == again.best  # with the limits of the first search
+    assert replanned.summary.kept_share == pytest.approx(unnamed.best.step_s / again.best.step_s)
+    assert (replanned.summary.nodes_before, replanned.summary.nodes_left) == (3, 2)
     # Main weights are remainders: 2 bytes of each are in the weights themselves.
-    assert one.summary.checkpoint_bytes == pytest.approx(8.03e9 * 12, rel=2e-3)
-    assert one.summary.load_s == pytest.approx(one.summary.checkpoint_bytes / 1e10)
+    assert replanned.summary.checkpoint_bytes == pytest.approx(8.03e9 * 12, rel=2e-3)
+    assert replanned.summary.load_s == pytest.approx(replanned.summary.checkpoint_bytes / 1e10)
     alone = autoplan.replan(unnamed, without=["a100-sxm:2"])
     assert alone.plan.file.cluster.part_names == ("h100-sxm",)
 
@@ -184,7 +184,7 @@ def test_a_mixed_cluster_loses_nodes_of_a_part_or_named_ones(tmp_path: Path) -> 
     (script,) = autoplan.export(named, to="megatron-lm").texts.values()
     assert re.search(r"hosts=\(\s+(h0\s+a0\s+a1|a0\s+a1\s+h0)\s+\)", script)
     without = autoplan.replan(named, without=["a0"])
-    assert without.plan.best == one.plan.best
+    assert without.plan.best == replanned.plan.best
     for lost, says in (
         (["a100-sxm:1"], "names its nodes: name the lost ones"),
         (["a7"], "has no such node"),

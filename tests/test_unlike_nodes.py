@@ -57,7 +57,7 @@ def test_ranks_of_a_stage_stand_together_so_that_parts_follow_one_another(proble
 
 
 def test_a_plan_of_equal_nodes_is_laid_over_the_parts_in_their_order(problem: MixedProblem) -> None:
-    """Of three nodes the first is of H100, whichever way the ranks of 12 pipelines of two stages are numbered."""
+    """The first of three nodes has H100, whichever way the ranks of 12 pipelines of two stages are numbered."""
     plan = ParallelPlan(global_batch=24, pp=2, dp_shard=12)
     over = plan_over(problem, plan)  # stage 0 on ranks 0 to 11: 8 replicas begin on H100
     assert [(kind.count, [stage.part for stage in kind.stages]) for kind in over.kinds] == [(8, [0, 1]), (4, [1, 1])]

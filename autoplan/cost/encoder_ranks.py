@@ -88,8 +88,8 @@ def encoder_ranks(problem: Problem, batch: PlanBatch) -> EncoderRanks | None:
     in_flight = np.minimum(plans.num_microbatches, batch.pp + 1)
     longest = problem.at_longest.of_encoder_apart
     assert longest is not None
-    held = laid if problem.training.images is None else lay_out(longest, plans, 1)
-    memory = {name: value[:, 0] for name, value in held.memory.terms.items()}
+    largest = laid if problem.training.images is None else lay_out(longest, plans, 1)
+    memory = {name: value[:, 0] for name, value in largest.memory.terms.items()}
     memory["activations"] = memory["activations"] * in_flight
     memory |= {name: is_trained * memory[name] for name in OF_TRAINED}
     tokens = (

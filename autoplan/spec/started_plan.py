@@ -69,7 +69,7 @@ def plan_over(problem: MixedProblem, plan: ParallelPlan) -> MixedPlan:
     ranks = coordinates(plan)
     for part, replica, stage in zip(parts, ranks["dp"].tolist(), ranks["pp"].tolist(), strict=True):
         places.setdefault((replica, stage), set()).add(part)
-    if any(len(held) > 1 for held in places.values()):
+    if any(len(on_parts) > 1 for on_parts in places.values()):
         raise InputError("ranks that share a layer are on two parts")
     (equal,) = MixedPlan.of(plan, 0, problem.model.num_layers).kinds
     kinds = [

@@ -29,9 +29,9 @@ def moved_bytes_per_logit(problem: Problem, batch: PlanBatch) -> Floats:
 def held_bytes_per_logit(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes of a logit at the peak of head and loss (`modelling` B3)."""
     memory = problem.framework.memory
-    held = np.array([memory.bytes_per_logit, *(held for _, held in _FUSED)])[batch.cross_entropy_fusion]
-    held += np.where(batch.tp > 1, memory.bytes_per_gathered_logit, 0.0)
-    return held / np.where(batch.chunked_loss, PIECES, 1.0)
+    peak_bytes = np.array([memory.bytes_per_logit, *(peak for _, peak in _FUSED)])[batch.cross_entropy_fusion]
+    peak_bytes += np.where(batch.tp > 1, memory.bytes_per_gathered_logit, 0.0)
+    return peak_bytes / np.where(batch.chunked_loss, PIECES, 1.0)
 
 
 def added_per_head_weight(batch: PlanBatch) -> Floats:

@@ -74,8 +74,9 @@ def options_of_program(text: str, context: LaunchContext) -> tuple[Options, str]
         Argument(key, _text(value), key, value)
         for key, value in ((key, _known(key, item, variables)) for key, item in table.items())
     )
-    for key in ("use_peft" in table) * tuple(_LORA.values()):
-        options.value(key)  # raises an error for what is not known
+    if "use_peft" in table:
+        for key in _LORA.values():
+            options.value(key)  # raises an error for what is not known
     options.remarks += dict.fromkeys(remarks)
     return options, f"{objective.lower() or 'train'}.py"
 
