@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 CALLS = {"os.system", "os.popen", "yaml.unsafe_load", "yaml.full_load", "yaml.load_all", "torch.load", "numpy.load"}
-SAFE_LOADERS = {"_LOADER", "yaml.SafeLoader", "yaml.CSafeLoader"}
+SAFE_LOADERS = {"_LOADER", "PlainValues", "yaml.SafeLoader", "yaml.CSafeLoader"}
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -84,6 +84,11 @@ def test_tags_of_yaml_make_nothing(tag: str, tmp_path: Path, monkeypatch: pytest
         with pytest.raises(InputError):
             reader_of(target).read(f"distributed_type: FSDP\n{text}", LaunchContext())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_numbers_of_yaml_that_are_too_long_to_print() -> None:
+    with pytest.raises(InputError, match="a number of 5,002 digits"):
+        parse_yaml(f"a: 0x{'f' * 5000}", "file")
 
 
 @pytest.mark.parametrize("deed", ["$(touch pwned)", "`touch pwned`", "; touch pwned", "${X:-$(touch pwned)}"])

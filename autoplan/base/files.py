@@ -28,6 +28,7 @@ _hints = cache(typing.get_type_hints)  # evaluates every annotation anew
 
 # Far above any hand-written configuration; a weight file given by mistake is not read into memory.
 MAX_BYTES = 8 * 2**20
+MAX_DIGITS = 40  # of a number in YAML
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -77,6 +78,26 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def parse_json(text: str, title: object) -> Any:
     """Return the value in `text`; a key that a table has twice is an error, and a syntax error names its place."""
     return _parsed(partial(json.loads, object_pairs_hook=_once), text, title)
+
+
+def parse_yaml(text: str, title: object) -> Any:
+    """Return the value in `text`, which may contain only plain values: tags for other objects are an error."""
+    import yaml  # slow to load compared with a whole search
+
+    class PlainValues(yaml.SafeLoader):  # type: ignore[misc]  # in Python, which bounds the depth
+        def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+            if len(node.value) > MAX_DIGITS:  # hexadecimal ones have no limit of Python's
+                raise ValueError(f"a number of {len(node.value):,} digits")
+            return int(super().construct_yaml_int(node))
+
+    PlainValues.add_constructor("tag:yaml.org,2002:int", PlainValues.construct_yaml_int)
+    try:
+        return yaml.load(text, Loader=PlainValues)
+    except RecursionError:
+        raise InputError(f"{title}: nested too deeply") from None
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
+        # ValueError and those after it: such as the date 2026-99-99
+        raise InputError(f"{title}: not valid YAML: {' '.join(str(error).split())[:200]}") from None
 
 
 def _parsed(parse: Callable[[str], Any], text: str, title: object) -> Any:

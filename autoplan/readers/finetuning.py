@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, is_file, is_folder, read_table, read_text
+from autoplan.base.files import decode, is_file, is_folder, parse_yaml, read_table, read_text
 from autoplan.base.values import parse_count
 from autoplan.readers.preference import of_rl, of_stage
 from autoplan.spec.finetuning import ALL_LINEAR, DEFAULT_TARGETS, QUANTIZED_BYTES, FineTuning, Quantization
@@ -209,13 +209,7 @@ def _number(text: str, where: str) -> float:
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml  # slow to load compared with a whole search
-
-    text = read_text(path)
-    try:
-        table = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not valid YAML: {' '.join(str(error).split())[:120]}") from None
+    table = parse_yaml(read_text(path), path)
     if not isinstance(table, dict):
         raise InputError(f"{path}: must hold a table of settings")
     return table

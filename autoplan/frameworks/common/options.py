@@ -32,26 +32,13 @@ def parse_json(text: str, title: str) -> dict[str, Any]:
 
 def parse_yaml(text: str, title: str) -> dict[str, Any]:
     """Parse the table in `text`, which may contain only plain values: tags for other objects are an error."""
-    import yaml
-
-    try:
-        return _table(yaml.safe_load(text), title)  # in Python, which bounds the depth; libyaml does not
-    except yaml.YAMLError as error:
-        raise InputError(f"{title}: not valid YAML: {_one_line(error)}") from None
-    except RecursionError:
-        raise InputError(f"{title}: nested too deeply") from None
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:  # such as the date 2026-99-99
-        raise InputError(f"{title}: not valid YAML: {_one_line(error)}") from None
+    return _table(files.parse_yaml(text, title), title)
 
 
 def _table(value: Any, title: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise InputError(f"{title}: must hold one table whose keys are text, not {show(value)}")
     return value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def show(value: Any) -> str:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml
-
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.literals import MAX_BITS
-from autoplan.frameworks.common.options import Argument, Options, typed
+from autoplan.frameworks.common.options import Argument, Options, parse_yaml, typed
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.primus.options import LANGUAGE_MODEL, TRAINER
 from autoplan.frameworks.primus.presets import configs_folder, preset
@@ -46,10 +44,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of an experiment, which never contains the number of devices."""
     if len(text) > MAX_CHARACTERS:
         raise InputError(f"an experiment of Primus is at most {MAX_CHARACTERS:,} characters long")
-    try:
-        table = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise InputError(f"not YAML: {' '.join(str(error).split())[:200]}") from None
+    table = parse_yaml(text, "the file")
     trainer = _inside(_inside(table, "modules"), "pre_trainer")
     variables = dict(context.variables)
     framework = _expanded(trainer.get("framework"), variables)
