@@ -23,6 +23,7 @@ from autoplan.frameworks.deepspeed.read import read, recognises
 from autoplan.frameworks.deepspeed.rules import RULES
 from autoplan.frameworks.presets import load_framework
 from autoplan.launch.targets import job_of
+from autoplan.readers.model import load_model
 from autoplan.spec.model import Experts, ModelSpec
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
@@ -104,6 +105,14 @@ def test_a_configuration_says_what_deepspeed_reads() -> None:
     assert script.default is None
     assert "takes DeepSpeedCPUAdam" in script.note
     assert "--per_device_train_batch_size 2 --gradient_accumulation_steps 8 --bf16" in option.note
+
+
+def test_checkpoints_that_are_none_are_not_recomputed() -> None:
+    table = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "bf16": {"enabled": True}}
+    context = LaunchContext(model=load_model("llama3-8b"), seq_len=4096, num_devices=8)
+    for number, recompute in ((0, "none"), (32, "full")):
+        table["activation_checkpointing"] = {"number_checkpoints": number}
+        assert read(json.dumps(table), context).plan.recompute == recompute
 
 
 def test_states_over_a_part_of_the_replicas_need_mics() -> None:

@@ -67,6 +67,16 @@ def test_a_plan_is_read_back_with_its_price(model: str, plan: dict[str, Any], ab
     check_price(replace(file, model=launch.model), launch, PLACE | about)
 
 
+def test_slices_are_as_many_as_the_devices_make() -> None:
+    within = {"ici_fsdp_parallelism": 8}
+    with pytest.raises(InputError, match="whose number is not in the file: pass --devices"):
+        of(devices=None, **within, dcn_data_parallelism=-1)
+    for options in (within, within | {"dcn_data_parallelism": -1}):
+        plan = of(devices=32, **options).plan
+        assert (plan.dp_replicate, plan.dp_shard, plan.sharding) == (4, 8, "zero3")
+    assert of(devices=None, **within).plan.num_devices == 8
+
+
 def test_its_own_class_takes_the_files_as_they_are_meant() -> None:
     folder = Path(os.environ.get("MAXTEXT_DIR", "/nowhere"))
     if not (folder / "src" / "maxtext" / "configs" / "types.py").is_file():
@@ -254,7 +264,7 @@ def test_a_file_that_is_not_at_hand_is_listed_and_no_model_is_guessed() -> None:
         ({"model_name": "gemma9-1t"}, "pass --model"),
         ({"model_name": "default", "decoder_block": "gemma2", "base_emb_dim": 2304}, "decoder_block 'gemma2'"),
         ({"quantization": "int8"}, "quantization 'int8' is not priced"),
-        ({"ici_fsdp_parallelism": 3}, "axes are of 3 devices, there are 16"),
+        ({"ici_fsdp_parallelism": 3}, "axes are of 15 devices, there are 16"),
         ({"ici_fsdp_transpose_parallelism": 2}, "this axis is not priced"),
         ({"ici_tensor_parallelism": 2, "ici_tensor_sequence_parallelism": 2}, "two kinds"),
         ({"per_device_batch_size": 0.5}, "makes passes of 8 sequences"),

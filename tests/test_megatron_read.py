@@ -55,6 +55,11 @@ def test_gradients_are_added_up_in_products_unless_told_otherwise() -> None:
     assert not read("--no-gradient-accumulation-fusion").plan.gradient_accumulation_fusion
 
 
+def test_an_option_that_disables_a_thing_keeps_its_name_where_megatron_keeps_it() -> None:
+    assert matters(read("--disable-parameter-transpose-cache")) == {"--disable-parameter-transpose-cache"}
+    assert matters(read("--disable-bias-linear")) == set()
+
+
 def test_a_model_of_a_shipped_architecture_is_that_model() -> None:
     assert read().model == load_model("llama3-8b")
     assert read("--num-query-groups 4").model.num_kv_heads == 4
@@ -360,6 +365,33 @@ def test_a_recipe_is_followed_through_its_functions() -> None:
     assert (plan.tp, plan.sp, plan.dp_shard, plan.global_batch, plan.micro_batch) == (2, True, 4, 64, 2)
     assert launch.training.seq_len == 8192
     assert matters(launch) == {"model.recompute_granularity", "if late:"}
+
+
+def test_a_recipe_that_only_calls_helpers_is_one() -> None:
+    helpers = """
+def _degrees(cfg, tp):
+    cfg.model.tensor_model_parallel_size = tp
+def _more(cfg):
+    _degrees(cfg, tp=4)
+def small():
+    cfg = base(tp=1)
+    _degrees(cfg, tp=2)
+    return cfg
+def large():
+    cfg = base(tp=1)
+    _more(cfg)
+    return cfg
+"""
+    text = RECIPE.partition("def mine")[0] + helpers
+    with pytest.raises(InputError, match=r"RECIPE=NAME, one of small, large$"):
+        megatron_bridge.READER.read(text, LaunchContext(num_devices=8))
+    launch = megatron_bridge.READER.read(text, LaunchContext(num_devices=8, variables=(("RECIPE", "large"),)))
+    assert launch.plan.tp == 4
+
+
+def test_settings_of_a_table_that_is_not_known_are_listed() -> None:
+    text = RECIPE.replace("to_megatron_provider()", "to_megatron_provider()\n    cfg.ddp = Ddp(**of_a_file())")
+    assert "ddp.**" in matters(megatron_bridge.READER.read(text, LaunchContext(num_devices=8)))
 
 
 @pytest.mark.parametrize(

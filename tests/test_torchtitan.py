@@ -417,6 +417,15 @@ def test_a_damaged_file_is_read_or_refused(text: str) -> None:
         assert read(text, LaunchContext(num_devices=16)).plan.num_devices == 16
 
 
+def test_settings_of_a_table_that_is_not_known_are_listed() -> None:
+    text = (
+        "from torchtitan.models.llama3 import model_registry\ndef plan(base):\n"
+        "    return Trainer.Config(model_spec=model_registry('8B'), **of_fields(base))\n"
+    )
+    unread = read(text, LaunchContext(num_devices=8)).unread
+    assert ("**", "of_fields") in [(item.option, item.value) for item in unread]
+
+
 def test_a_file_whose_functions_call_one_another_again_and_again_is_refused() -> None:
     calls = "\n".join(f"def f{at}():\n    x = f{at + 1}()\n    return f{at + 1}()" for at in range(40))
     with pytest.raises(InputError, match="more than 100,000 steps"):

@@ -10,7 +10,7 @@ import builtins
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autoplan.base.errors import InputError
@@ -43,7 +43,8 @@ RUNNING, _FOREIGN = "only known when the file runs", "a function in another file
 class Built:
     """The result of a call: `name` is the dotted name of what is called, by the imports of the file.
 
-    A `place` is what the file was given or finds in an object, and whose settings it reads or changes.
+    A `place` is what the file was given or finds in an object, and whose settings it reads or changes.  `condition` is
+    the test on which the call depends, where it could not be decided.
     """
 
     name: str
@@ -51,10 +52,11 @@ class Built:
     named: dict[str, Any] = field(default_factory=dict)
     converters: list[Any] = field(default_factory=list)  # that changed it: `converter.build().convert(it)`
     is_place: bool = False
+    condition: str = ""
 
     def copy(self) -> Built:
         """Return a copy, so that changing it leaves this one alone."""
-        return Built(self.name, list(self.words), dict(self.named), list(self.converters), self.is_place)
+        return replace(self, words=list(self.words), named=dict(self.named), converters=list(self.converters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,8 @@ class Module:
                     return -value
             case ast.BinOp():
                 return self._computed(node, names)
+            case ast.BoolOp(op=joint, values=parts):
+                return self._joined(node, [self.value(part, names) for part in parts], isinstance(joint, ast.Or))
             case ast.Compare(left=left, ops=[sign], comparators=[right]) if type(sign) in _COMPARES:
                 a, b = self.value(left, names), self.value(right, names)
                 if _is_plain(b) and (_is_plain(a) or (b is None and isinstance(a, list))):
@@ -273,6 +277,15 @@ class Module:
             return place.named.get(key, Unknown(_source(node)))
         return Unknown(_source(node), is_name=isinstance(place, Unknown) and place.is_name)
 
+    def _joined(self, node: ast.expr, values: list[Any], is_or: bool) -> Any:
+        """Return the value of parts joined by "or" or "and": the first that decides, the last where none does."""
+        for value in values:
+            if not _is_plain(value):
+                return Unknown(_source(node))
+            if bool(value) is is_or:
+                return value
+        return values[-1]
+
     def _computed(self, node: ast.BinOp, names: Mapping[str, Any]) -> Any:
         left, right = self.value(node.left, names), self.value(node.right, names)
         unknown = Unknown(_source(node))
@@ -290,7 +303,10 @@ class Module:
 
     def _called(self, node: ast.Call, names: Mapping[str, Any]) -> Any:
         words = [self.value(item, names) for item in node.args]
-        named = {item.arg: self.value(item.value, names) for item in node.keywords if item.arg}
+        named: dict[str, Any] = {}
+        for item in node.keywords:
+            value = self.value(item.value, names)
+            named |= {item.arg: value} if item.arg else arguments_in(value)
         place = self.value(node.func.value, names) if isinstance(node.func, ast.Attribute) else None
         if isinstance(node.func, ast.Attribute) and isinstance(place, Built):
             is_fresh, method = isinstance(node.func.value, ast.Call), node.func.attr
@@ -312,6 +328,13 @@ class Module:
             changed.named |= named
             return changed
         return Built(full, words, named)
+
+
+def arguments_in(value: Any) -> dict[str, Any]:
+    """Return the arguments in a table that a call takes with two stars; one that is not known has the name "**"."""
+    if isinstance(value, Built) and value.name == "dict":
+        return value.named
+    return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else {"**": value}
 
 
 def _key(value: Any) -> Any:

@@ -80,6 +80,10 @@ class Argument:
     value: Any
 
 
+def _text(value: Any) -> str:
+    return value.text if isinstance(value, Unknown) else value if isinstance(value, str) else show(value)
+
+
 class Options:
     """Options of a file or table, and what was asked of them; `defaults` where it is silent, shared `remarks`."""
 
@@ -105,10 +109,7 @@ class Options:
     @classmethod
     def of_table(cls, table: Mapping[str, Any], place: str = "", remarks: list[Unread] | None = None) -> Options:
         """Return the options of a table; those inside it are called by dotted names."""
-        arguments = (
-            Argument(f"{place}{key}", value if isinstance(value, str) else show(value), key, value)
-            for key, value in table.items()
-        )
+        arguments = (Argument(f"{place}{key}", _text(value), key, value) for key, value in table.items())
         return cls(arguments, place=place, remarks=remarks)
 
     def name(self, key: str) -> str:

@@ -299,7 +299,7 @@ def _recomputes(options: Options, trainer: dict[str, str]) -> bool:
     """Return whether every layer is recomputed, which only the script decides; the file can only say how."""
     section, argument = options.inside("activation_checkpointing"), "GRADIENT_CHECKPOINTING"
     section.pass_over("contiguous_memory_optimization", "profile", "synchronize_checkpoint_boundary")
-    is_used = section.value("number_checkpoints") is not None
+    is_used = section.value("number_checkpoints") not in (None, 0)
     for key, why in (
         ("cpu_checkpointing", "activations are priced on the device"),
         ("partition_activations", "priced whole on every rank"),

@@ -59,6 +59,7 @@ _PROGRAM = re.compile(r"(\S*[./])?maxtext[./]\S*train\S*", re.IGNORECASE)
 _OTHER_LOSS = re.compile(r"(?<![a-z])(rl|grpo|distill\w*)(?![a-z])")
 _WORD = re.compile(r"([a-z]\w*)=(.*)", re.DOTALL)
 _SCRIPTS = (".sh", ".slurm", ".sbatch")
+_OPEN = "an axis takes the rest of the devices, whose number is not in the file: pass --devices"
 
 
 def recognises(name: str, text: str) -> bool:
@@ -202,17 +203,22 @@ def _degrees(options: Options, context: LaunchContext) -> tuple[dict[str, int], 
         for axis in OTHER_AXES:
             if filled[part][axis] not in (1, -1):
                 raise InputError(f"{keys[axis]} {filled[part][axis]}: this axis is not priced, set it to 1")
+    within = math.prod(degree for degree in filled["ici"].values() if degree != -1)
     num_slices = _degree(options, "num_slices", -1)
     across = math.prod(degree for degree in filled["dcn"].values() if degree != -1)
     if num_slices == -1:  # by default a node is a slice (jax's slice_index)
         nodes = (context.num_devices or 0) // (context.devices_per_node or context.num_devices or 1)
         is_open = -1 in filled["dcn"].values()
         num_slices = max(across, nodes) if is_open and across > 1 else across
+        if is_open and -1 not in filled["ici"].values():
+            is_stated = any(options.value(f"dcn_{axis}_parallelism") == -1 for axis in AXES)
+            if is_stated and context.num_devices is None:
+                raise InputError(_OPEN)
+            num_slices = max((context.num_devices or within) // within, across)
     _fill(filled["dcn"], num_slices, "dcn")
-    within = math.prod(degree for degree in filled["ici"].values() if degree != -1)
     if -1 in filled["ici"].values():
         if context.num_devices is None:
-            raise InputError("an axis takes the rest of the devices, whose number is not in the file: pass --devices")
+            raise InputError(_OPEN)
         within = context.num_devices // num_slices
     _fill(filled["ici"], within, "ici")
     num_devices = within * num_slices

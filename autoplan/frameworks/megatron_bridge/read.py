@@ -195,12 +195,10 @@ def _python(text: str, context: LaunchContext, recipe: _Recipe) -> None:
     """Follow the function named by `RECIPE`, or the only function that sets a configuration and is never called."""
     module = Module(text, "the recipe")
     setting = [name for name, function in module.functions.items() if _sets(function)]
-    called = {
-        node.func.id
-        for name in setting
-        for node in ast.walk(module.functions[name])
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    }
+    calls = {name: _called(function) for name, function in module.functions.items()}
+    for _ in range(MAX_DEPTH):  # of functions that only call others that set a configuration
+        setting = [name for name in module.functions if name in setting or calls[name] & {*setting}]
+    called = {name for caller in setting for name in calls[caller] - {caller}}
     recipe_name = dict(context.variables).get("RECIPE")
     chosen = [recipe_name] if recipe_name else [name for name in setting if name not in called]
     if recipe_name is not None and recipe_name not in module.functions:
@@ -236,6 +234,12 @@ def _sets(function: ast.FunctionDef) -> bool:
     """Return whether a function assigns attributes of attributes: `cfg.model.x`."""
     targets = (target for node in ast.walk(function) if isinstance(node, ast.Assign) for target in node.targets)
     return any(isinstance(target, ast.Attribute) and isinstance(target.value, ast.Attribute) for target in targets)
+
+
+def _called(function: ast.FunctionDef) -> set[str]:
+    """Return the names of the functions that a function calls."""
+    calls = (node for node in ast.walk(function) if isinstance(node, ast.Call))
+    return {call.func.id for call in calls if isinstance(call.func, ast.Name)}
 
 
 def _inner(built: Built) -> list[Built]:

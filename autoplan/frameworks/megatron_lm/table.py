@@ -71,8 +71,12 @@ _ARGUMENTS = {
     "use_custom_fsdp": "use_megatron_fsdp",
     "use_nccl_ub": "nccl_ub",
 }
-# Options that begin with "no" and whose argument keeps the "no".
-_ARE_NO = ("no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "no_persist_layer_norm")
+# Options whose argument keeps the "no" or "disable" that it begins with.
+_ARE_NO = (
+    *("no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "no_persist_layer_norm"),
+    *("disable_parameter_transpose_cache", "disable_symmetric_registration", "disable_msc", "disable_jit_fuser"),
+    *("disable_bf16_reduced_precision_matmul", "disable_straggler_on_startup"),
+)
 
 
 def argument_of(option: str, values: Sequence[str]) -> tuple[str, Value]:

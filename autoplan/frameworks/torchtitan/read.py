@@ -200,7 +200,7 @@ def _of_module(text: str, variables: dict[str, str]) -> Content:
             _read_policy(content, value)
         elif key == "loss" and isinstance(value, Built):
             content.chunked_loss = "Chunked" in value.name
-        elif isinstance(value, Built):
+        elif isinstance(value, Built) and key != "**":
             content.options[key] = {name: _plain(item) for name, item in value.named.items()}
         elif key not in ASIDE:
             content.options[key] = _plain(value)
