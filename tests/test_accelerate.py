@@ -20,6 +20,7 @@ from autoplan.frameworks.accelerate.read import read, recognises
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.launch_files import read_launch
 from autoplan.launch.targets import exported, job_of
+from autoplan.readers.model import load_model
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -526,6 +527,12 @@ def test_a_program_of_ones_own_says_model_and_length_too() -> None:
     batch = (("PER_DEVICE_TRAIN_BATCH_SIZE", "2"), ("GRADIENT_ACCUMULATION_STEPS", "1"))
     launch = read(command, LaunchContext(variables=batch))
     assert (launch.model.name, launch.training.seq_len, launch.framework) == ("llama3-8b", 2048, "pytorch-fsdp")
+
+
+def test_a_configuration_of_axolotl_behind_the_launcher_is_named() -> None:
+    script = "accelerate launch --multi_gpu --num_processes 8 -m axolotl.cli.train full.yaml\n"
+    with pytest.raises(InputError, match=r"starts axolotl.cli.train with 'full.yaml', which has the plan: read that"):
+        read(script, LaunchContext(model=load_model("llama3-8b"), seq_len=4096))
 
 
 def test_a_program_whose_loss_is_not_priced_is_refused(tmp_path: Path) -> None:

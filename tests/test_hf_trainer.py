@@ -471,3 +471,9 @@ def test_a_program_of_rewards_by_another_name_is_refused() -> None:
             "--model_name_or_path Qwen/Qwen2.5-7B",
             LaunchContext(),
         )
+
+
+def test_blocks_of_a_program_of_trl_are_padded_samples() -> None:
+    script = SCRIPT.replace("--max_length 4096 --packing true", "--block_size 4096")
+    assert read(script.replace("train.py", "sft.py").format(""), LaunchContext()).training.batching == "padded"
+    assert read(script.replace("train.py", "run_clm.py").format(""), LaunchContext()).training.batching == "joined"

@@ -71,6 +71,9 @@ Trainer(model=model, args=settings, train_dataset=None).train()
 """
 
 
+PLACES = {"BATCH": "16"}
+
+
 def plain(load: str = "", adapt: str = "", more: str = "") -> str:
     return PLAIN.format(load=load, adapt=adapt, more=more)
 
@@ -165,6 +168,134 @@ def test_a_script_of_accelerate_is_read_with_the_program_that_it_starts(tmp_path
     launch = autoplan.read(script, seq_len=1024).launch
     assert (launch.target, launch.plan.dp, launch.plan.micro_batch) == ("accelerate", 4, 16)
     assert launch.plan.global_batch == 4 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ("command", "devices"),
+    [
+        ("torchrun --nproc_per_node 4 code/train.py --batch_size 16", 4),
+        ("python3 -m code.train --batch_size=16", 2),
+        ('torchrun --nproc_per_node=8 --nnodes=2 code/train.py --packed --batch_size "$BATCH"', 16),
+    ],
+)
+def test_a_script_is_read_with_the_program_that_it_starts(tmp_path: Path, command: str, devices: int) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "train.py").write_text(plain(more="gradient_checkpointing=args.packed"))
+    (script := tmp_path / "run.sh").write_text(f"{command} --of_its_own x\n")
+    given = {"devices": 2} if devices == 2 else {}
+    launch = autoplan.read(script, seq_len=1024, variables={"batch_size": "16"} | PLACES, **given).launch
+    assert (launch.target, launch.model.name) == ("hf-trainer", "llama3.2-1b")
+    assert (launch.plan.dp, launch.plan.micro_batch) == (devices, 16)
+    assert launch.plan.recompute == ("full" if "--packed" in command else "none")
+
+
+PARSED = """
+from dataclasses import dataclass, field
+import torch, transformers
+from peft import LoraConfig
+from trl import SFTTrainer
+
+@dataclass
+class ModelArguments:
+    model_name_or_path: str = "meta-llama/Llama-3.2-1B"
+    rank: int = 16
+    adapts: bool = False
+    target_modules: list[str] = field(default_factory=lambda: ["q_proj", "v_proj"])
+
+@dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    model_max_length: int = 512
+
+def main():
+    mine, settings = transformers.HfArgumentParser((ModelArguments, TrainingArguments)).parse_args_into_dataclasses()
+    adapters = None
+    if mine.adapts and mine.rank > 0:
+        adapters = LoraConfig(r=mine.rank, target_modules=mine.target_modules)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        mine.model_name_or_path, torch_dtype=torch.bfloat16 if settings.bf16 else None
+    )
+    SFTTrainer(model, args=settings, peft_config=adapters, max_seq_length=settings.model_max_length).train()
+
+main()
+"""
+COMMAND = "torchrun --nproc_per_node 8 train.py --per_device_train_batch_size 2 --bf16 True"
+
+
+def started(folder: Path, words: str = "", program: str = PARSED) -> Launch:
+    (folder / "train.py").write_text(program)
+    (folder / "run.sh").write_text(f"{COMMAND} {words}\n")
+    return autoplan.read(folder / "run.sh").launch
+
+
+def test_a_program_that_parses_the_arguments_of_its_command_is_followed(tmp_path: Path) -> None:
+    launch = started(tmp_path)
+    assert (launch.model.name, launch.training.seq_len, launch.training.batching) == ("llama3.2-1b", 512, "padded")
+    assert (launch.plan.dp, launch.plan.micro_batch, launch.plan.precision) == (8, 2, "bf16")
+    assert not launch.training.has_adapters
+    assert "LoraConfig" not in matters(launch)
+    tuned = started(tmp_path, "--adapts True --rank 64 --model_max_length 2048 --model_name_or_path Qwen/Qwen2.5-7B")
+    assert (tuned.model.name, tuned.training.seq_len) == ("qwen2.5-7b", 2048)
+    assert tuned.training.finetuning is not None
+    assert (tuned.training.finetuning.rank, tuned.training.finetuning.targets) == (64, ("q_proj", "v_proj"))
+
+
+def test_adapters_under_a_condition_that_is_not_known_are_listed(tmp_path: Path) -> None:
+    launch = started(tmp_path, program=PARSED.replace("if mine.adapts and mine.rank > 0", "if wanted(mine)"))
+    assert launch.training.has_adapters
+    assert "LoraConfig" in matters(launch)
+
+
+def test_adapters_of_an_unknown_program_have_the_defaults_of_trl_and_say_so(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"{COMMAND} --use_peft --max_seq_length 512 --model_name_or_path gpt2\n")
+    assert "--use_peft" in matters(autoplan.read(tmp_path / "run.sh", model="llama3-8b").launch)
+
+
+@pytest.mark.parametrize(
+    "opening",
+    [
+        "settings_of = argparse.ArgumentParser()\nsettings_of.add_argument('--size', type=int, default=4)\n"
+        "def parse():\n    return settings_of.parse_args()\n\nmine = parse()\n",
+        "class Mine:\n    size = 4\nmine = Mine()\n",
+        "class Mine:\n    size = 4\nmine = Mine\n",
+        "@dataclass\nclass Mine:\n    size: int = 4\nmine, _ = HfArgumentParser(Mine).parse_args_into_dataclasses()\n",
+        "@dataclass\nclass Mine:\n    size: int = 4\nmine = tyro.cli(Mine)\n",
+    ],
+)
+def test_arguments_are_found_by_what_makes_them(opening: str) -> None:
+    text = plain().replace("args = parser.parse_args()\n", opening).replace("args.batch_size", "mine.size")
+    text = text.replace("args.model_name", '"meta-llama/Llama-3.2-1B"')
+    assert of(text).plan.micro_batch == 4
+    assert of(text, size="2").plan.micro_batch == 2
+    handed_on = text.replace("\nsettings = Train", "\ndef make(what):\n  return Train").replace(
+        "mine.size", "what.size"
+    )
+    assert of(f"{handed_on}\nmake(mine)\n".replace("args=settings, ", "")).plan.micro_batch == 4
+
+
+def test_parameters_of_a_function_that_fire_runs_are_arguments() -> None:
+    inner = plain().replace("args.batch_size", "size").replace("args.model_name", '"meta-llama/Llama-3.2-1B"')
+    text = (
+        "def train(size: int = 4):\n" + "".join(f"    {line}\n" for line in inner.splitlines()) + "fire.Fire(train)\n"
+    )
+    assert of(text).plan.micro_batch == 4
+    assert of(text, size="2").plan.micro_batch == 2
+
+
+@pytest.mark.parametrize("change", ["BATCH //= 2", "for BATCH in (1, 2): pass", "with read() as BATCH: pass"])
+def test_a_name_that_is_set_twice_is_asked_for(change: str) -> None:
+    with pytest.raises(InputError, match="per_device_train_batch_size = BATCH cannot be read"):
+        of(QLORA.replace("BATCH = 4", f"BATCH = 4\n{change}"))
+
+
+def test_defaults_of_one_name_that_differ_are_none() -> None:
+    second = "parser.add_argument('--batch_size', type=int, default=8)\nargs = parser"
+    with pytest.raises(InputError, match=r"per_device_train_batch_size = args.batch_size cannot be read"):
+        of(plain().replace("args = parser", second))
+
+
+def test_branches_that_do_not_run_are_passed_over() -> None:
+    branches = "if TUNED:\n    BATCH = 4\nelif not TUNED or OTHER:\n    BATCH = 2\nelse:\n    BATCH = 1"
+    assert of(QLORA.replace("BATCH = 4", f"TUNED = False\n{branches}"), seq_len=None).plan.micro_batch == 2
 
 
 def test_changes_are_named_as_in_the_program(tmp_path: Path) -> None:

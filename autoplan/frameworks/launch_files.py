@@ -26,9 +26,10 @@ READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambd
 def read_launch(path: Path, context: LaunchContext, target: str | None = None) -> Launch:
     """Read the launch of the file as one of `target`, or of the only target that recognises the file."""
     text = read_text(path, most_bytes=MAX_BYTES)
-    reader = reader_of(target) if target is not None else _recognised(path, text)
+    context = replace(context, folder=path.parent)
+    reader = reader_of(target) if target is not None else _recognised(path, text, context)
     try:
-        return reader.read(text, replace(context, folder=path.parent))
+        return reader.read(text, context)
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
     except InputError as error:
@@ -115,9 +116,11 @@ def _program_in(path: Path, text: str) -> tuple[str, str | None] | None:
     return None
 
 
-def _recognised(path: Path, text: str) -> Reader:
+def _recognised(path: Path, text: str, context: LaunchContext) -> Reader:
     try:
         readers = [reader for reader in READERS if reader.recognises(path.name, text)]
+        if not readers and path.suffix in _SCRIPTS:
+            readers = [reader for reader in READERS if reader.starts(text, context)]
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
     if len(readers) == 1:

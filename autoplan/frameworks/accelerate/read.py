@@ -39,9 +39,8 @@ from autoplan.frameworks.deepspeed import read as deepspeed
 from autoplan.frameworks.fsdp2.options import read_offload
 from autoplan.frameworks.hf_trainer.launch import Program, held_types, known_model, training_of
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS, HELD_KEYS, read_optimizer
-from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program
 from autoplan.frameworks.hf_trainer.read import name_in, program_called
-from autoplan.frameworks.hf_trainer.script import has_batch, of_script, program_options
+from autoplan.frameworks.hf_trainer.script import has_batch, is_program, of_script, program_options, started_options
 from autoplan.frameworks.llama_factory.read import program_of as llama_factory
 from autoplan.frameworks.megatron_lm.read import Entry, started
 from autoplan.spec.enums import Precision, Recompute, Sharding
@@ -298,8 +297,11 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
     before, words = started(script, Entry(_launch_at, lambda inner: _LAUNCH.search(inner) is not None), context)
     if words is None:
         raise InputError("no command is accelerate launch")
-    at = next((at for at, word in enumerate(words) if word.endswith(".py") or word == "$TRAIN_SCRIPT"), len(words))
+    at = next((at for at in range(len(words)) if is_program(words, at)), len(words))
     arguments, name = _of_program(words[at:], context)
+    if name.startswith("axolotl."):
+        tables = [show(word) for word in words[at + 1 :] if word.endswith((".yml", ".yaml"))]
+        raise InputError(f"starts {name} with {', '.join(tables)}, which has the plan: read that file")
     arguments.remarks += script.unread()
     if _NO_TRAINING.search(name):
         raise InputError(f"{name} trains no model")
@@ -335,15 +337,8 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
 
 
 def _of_program(words: Sequence[str], context: LaunchContext) -> tuple[Options, str]:
-    """Return (arguments, name) of the program that a command starts; one beside the script may make them itself."""
-    if not words:
-        return program_options((), context), ""
-    arguments = program_options(words[1:], context)
-    beside = None if has_batch(" ".join(words)) else read_beside(words[0], context.folder)
-    if beside is None or not makes_arguments(beside[0]):
-        return arguments, words[0].rpartition("/")[2]
-    of_command = {name: argument.text for name, argument in arguments.arguments.items()}
-    return options_of_program(beside[0], replace(context, variables=(*of_command.items(), *context.variables)))
+    """Return (arguments, name) of the program that a command starts."""
+    return started_options(words[0], words[1:], context) if words else (program_options((), context), "")
 
 
 def _launch_at(words: Sequence[str]) -> int | None:

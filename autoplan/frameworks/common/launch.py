@@ -59,6 +59,8 @@ class Reader:
     target: str
     recognises: Callable[[str, str], bool]
     read: Callable[[str, LaunchContext], Launch]  # of the text
+    # Whether a script that no reader recognises starts a program in its folder that this one follows.
+    starts: Callable[[str, LaunchContext], bool] = lambda text, context: False
     # Names for a file of the user's own, of which the options are given, of an option in an exported file.
     name_in: Callable[[str, Mapping[str, str]], str] = lambda option, options: option
 

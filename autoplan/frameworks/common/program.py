@@ -5,20 +5,20 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.literals import Built, Module, dotted, parsed
+from autoplan.frameworks.common.literals import Built, Module, arguments_in, dotted, parsed
 from autoplan.frameworks.common.options import Unknown, typed
+from autoplan.frameworks.common.program_arguments import ProgramArguments, arguments_of, assignments
 
 _MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)
 _HOLDS = re.compile(r"(.*\.)?(cuda\.is_available|is_bf16_supported|is_bfloat16_supported|is_torch_bf16_gpu_available)")
 _ENVIRONMENT = ("os.getenv", "os.environ.get", "environ.get", "getenv")
 _CONVERTS = ("int", "float", "str")
-_OF_USER = re.compile(
-    r"\w*(args|arguments|opts?|flags|cfg|config)", re.IGNORECASE
-)  # names of a program's own arguments
+MAX_ROUNDS = 5  # in which names are found whose values decide which other assignments run
 
 
 def source_of(text: str) -> str:
@@ -33,41 +33,52 @@ def source_of(text: str) -> str:
     return _MAGIC.sub(r"\1pass", "\n".join(code))
 
 
-def calls_of(source: str, variables: Mapping[str, str]) -> Iterator[Built]:
-    """Yield all calls of a program, whatever function they are in.
+def calls_of(
+    source: str, variables: Mapping[str, str], unknown: Collection[str] = (), defaults: Mapping[str, Any] | None = None
+) -> Iterator[Built]:
+    """Yield all calls of a program that it may make, whatever function they are in.
 
     What `variables` state has that value: names, variables of the environment, and the program's own arguments, which
-    else have their defaults.  A name has a value where all its assignments give it the same one.  Attributes that are
-    set on the result of a call count as its arguments.
+    else have their defaults (those in the file before further `defaults`), but for `unknown` ones.  A name has a value
+    where all its assignments give it the same one.  Attributes that are set on the result of a call count as its
+    arguments; those that are set on the arguments themselves are yielded as a call without a name.
     """
-    tree = _Known(variables, parsed(source, "the file")).known()
+    program = parsed(source, "the file")
+    arguments = arguments_of(program)
+    defaults = {**(defaults or {}), **arguments.defaults}
+    known = _Known(variables, {name: value for name, value in defaults.items() if name not in unknown})
+    tree = known.in_program(program, arguments.objects)
     module = Module(ast.unparse(tree), "the file")
-    assigned: dict[str, list[ast.expr]] = {}
+    names: dict[str, Any] = {}
+    for _ in range(MAX_ROUNDS):
+        module.steps = 0
+        live = list(_live(tree, module, names))
+        before, names = names, _names(live, arguments, module, variables, unknown)
+        if names == before:
+            break
     later: dict[str, dict[str, ast.expr]] = {}  # attributes that are set on what a name stands for
-    for node in ast.walk(tree):
-        for target, value in _assignments(node):
+    names_of: dict[int, str] = {}
+    for node, _ in live:
+        for target, value in assignments(node):
             if isinstance(target, ast.Name):
-                assigned.setdefault(target.id, []).append(value)
+                names_of[id(value)] = target.id
             elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
                 later.setdefault(target.value.id, {})[target.attr] = value
-    bound = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
-    names: dict[str, Any] = {name: Unknown(name) for name in bound}
-    for name, expressions in assigned.items():
-        values = [module.value(expression, names) for expression in expressions]
-        if all(value == values[0] for value in values):
-            names[name] = values[0]
-    names_of = {id(expression): name for name, expressions in assigned.items() for expression in expressions}
-    for node in ast.walk(tree):
+    for node, condition in live:
+        for target, value in assignments(node):
+            if isinstance(target, ast.Attribute) and dotted(target.value) in arguments.objects:
+                yield Built("", [], {target.attr: module.value(value, names)}, condition=condition)
         if isinstance(node, ast.Call):
             words = [module.value(item, names) for item in node.args]
             named: dict[str, Any] = {}
             for item in node.keywords:
                 value = module.value(item.value, names)
-                named |= {item.arg: value} if item.arg else _fields(value)
+                named |= {item.arg: value} if item.arg else arguments_in(value)
             for attribute, expression in later.get(names_of.get(id(node), ""), {}).items():
                 named[attribute] = module.value(expression, names)
             first, dot, rest = dotted(node.func).partition(".")
-            yield Built(module.imports.get(first, first) + dot + rest, words, named)
+            full = module.imports.get(first, first) + dot + rest
+            yield Built(full, words, named, condition=condition)
 
 
 def stated(text: str) -> Any:
@@ -77,67 +88,77 @@ def stated(text: str) -> Any:
     return {"true": True, "false": False}.get(text.casefold(), typed(text))
 
 
-def _assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Return (target, value) of the assignments in a statement."""
-    if isinstance(node, ast.Assign):
-        return [(target, node.value) for target in node.targets]
-    return [(node.target, node.value)] if isinstance(node, ast.AnnAssign) and node.value is not None else []
+def _live(tree: ast.Module, module: Module, names: Mapping[str, Any]) -> Iterator[tuple[ast.AST, str]]:
+    """Yield (node, condition that is not known) of the parts of a program that it may run."""
+    waiting: list[tuple[ast.AST, str]] = [(tree, "")]
+    while waiting:
+        node, condition = waiting.pop()
+        yield node, condition
+        if isinstance(node, ast.If) and not ast.unparse(node.test).startswith("__name__"):
+            holds = module.value(node.test, names)
+            is_open = isinstance(holds, Unknown | Built)
+            inner = ast.unparse(node.test)[:60] if is_open else condition
+            parts = [*(node.body if is_open or holds else ()), *(node.orelse if is_open or not holds else ())]
+            waiting += ((part, inner) for part in reversed(parts))
+            waiting.append((node.test, condition))
+        else:
+            waiting += ((child, condition) for child in reversed(list(ast.iter_child_nodes(node))))
 
 
-def _fields(value: Any) -> dict[str, Any]:
-    """Return the arguments in a table that a call takes with two stars."""
-    if isinstance(value, Built) and value.name == "dict":
-        return value.named
-    return value if isinstance(value, dict) and all(isinstance(key, str) for key in value) else {"**": value}
+def _names(
+    live: Sequence[tuple[ast.AST, str]],
+    arguments: ProgramArguments,
+    module: Module,
+    variables: Mapping[str, str],
+    unknown: Collection[str],
+) -> dict[str, Any]:
+    """Return the values of names: unknown where assignments give several, or something else sets them too."""
+    assigned: dict[str, list[ast.expr]] = {}
+    for name, default in arguments.parameters.items():
+        assigned[name] = [] if name in unknown else [default]
+    num_set = Counter(assigned.keys())
+    for node, _ in live:
+        for target, value in assignments(node):
+            if isinstance(target, ast.Name):
+                assigned.setdefault(target.id, []).append(value)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            num_set[node.id] += 1
+    names: dict[str, Any] = {name: Unknown(name) for name in num_set}
+    for name, expressions in assigned.items():
+        values = [module.value(expression, names) for expression in expressions]
+        if values and len(values) == num_set[name] and all(value == values[0] for value in values):
+            names[name] = values[0]
+    return names
 
 
 class _Known(ast.NodeTransformer):
     """Replaces what is known by constants: what the user states, and defaults of environment and arguments."""
 
-    def __init__(self, variables: Mapping[str, str], tree: ast.Module) -> None:
-        self.tree, self.variables = tree, variables
-        self.defaults: dict[str, Any] = {}  # of the program's own arguments: of argparse, and fields of dataclasses
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and dotted(node.func).endswith(".add_argument"):
-                self._add(node)
-            elif isinstance(node, ast.ClassDef):
-                for field in node.body:
-                    if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                        default = field.value
-                        if isinstance(default, ast.Call) and dotted(default.func).endswith("field"):
-                            default = next((item.value for item in default.keywords if item.arg == "default"), None)
-                        self._default(field.target.id, default)
+    def __init__(self, variables: Mapping[str, str], defaults: Mapping[str, Any]) -> None:
+        self.variables, self.defaults = variables, defaults
+        self.objects: Collection[str] = ()  # that have the arguments
+        self.modules: Collection[str] = ()
 
-    def known(self) -> ast.Module:
-        """Return the program with the known values."""
+    def in_program(self, tree: ast.Module, objects: Collection[str]) -> ast.Module:
+        """Return the program with the known values; `objects` have its arguments."""
+        self.objects = objects
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        self.modules = {(alias.asname or alias.name).partition(".")[0] for node in imports for alias in node.names}
         try:
-            return ast.fix_missing_locations(self.visit(self.tree))
+            return ast.fix_missing_locations(self.visit(tree))
         except RecursionError:
             raise InputError("the file: nested too deeply") from None
-
-    def _add(self, node: ast.Call) -> None:
-        """Record the default of an argument of argparse."""
-        named = {item.arg: item.value for item in node.keywords}
-        words = [item.value for item in node.args if isinstance(item, ast.Constant) and isinstance(item.value, str)]
-        name = next((word for word in words if word.startswith("--")), "").lstrip("-").replace("-", "_")
-        action = named.get("action")
-        is_switch = isinstance(action, ast.Constant) and action.value == "store_true"
-        self._default(name, ast.Constant(value=False) if is_switch else named.get("default"))
-
-    def _default(self, name: str, default: ast.expr | None) -> None:
-        if isinstance(default, ast.Constant):
-            self.defaults[name] = default.value
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         is_stated = isinstance(node.ctx, ast.Load) and node.id in self.variables
         return _expression(stated(self.variables[node.id])) if is_stated else node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        if isinstance(node.ctx, ast.Load) and isinstance(node.value, ast.Name) and _OF_USER.fullmatch(node.value.id):
-            if node.attr in self.variables:
+        if isinstance(node.ctx, ast.Load) and (owner := dotted(node.value)):
+            if node.attr in self.variables and owner.partition(".")[0] not in self.modules:
                 return _expression(stated(self.variables[node.attr]))
-            if node.attr in self.defaults:
-                return ast.Constant(self.defaults[node.attr])
+            if node.attr in self.defaults and owner in self.objects:
+                return _expression(self.defaults[node.attr])
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
@@ -155,6 +176,5 @@ class _Known(ast.NodeTransformer):
 
 
 def _expression(value: Any) -> ast.expr:
-    return (
-        ast.List([ast.Constant(item) for item in value], ast.Load()) if isinstance(value, list) else ast.Constant(value)
-    )
+    """Return the expression of a constant, or of a table or list of constants."""
+    return ast.parse(repr(value), mode="eval").body

@@ -6,14 +6,16 @@ adapts the fields of TRL's ModelConfig (trl/trainer/model_config.py).
 
 from __future__ import annotations
 
+import ast
 import re
 from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import LaunchContext, Unread
-from autoplan.frameworks.common.literals import RUNNING, Built
+from autoplan.frameworks.common.literals import RUNNING, Built, dotted, parsed
 from autoplan.frameworks.common.options import Argument, Options, Unknown, show
 from autoplan.frameworks.common.program import calls_of, source_of, stated
+from autoplan.frameworks.common.program_arguments import arguments_of
 from autoplan.frameworks.hf_trainer.options import HELD_KEYS
 from autoplan.readers.finetuning import PEFT_ALPHA, PEFT_RANK
 
@@ -37,6 +39,16 @@ _UNLIKE_ADAPTERS = ("layers_to_transform", "rank_pattern", "target_parameters", 
 _ENDS = ("lm_head", "embed_tokens")  # on which adapters are not priced
 _SMALL_HEADS = ("score", "scores", "classifier", "v_head")  # of a few outputs
 _LOADED = (*HELD_KEYS, "attn_implementation", "load_in_4bit", "load_in_8bit")
+_PARSER = re.compile(r"HfArgumentParser|H4ArgumentParser|TrlParser")
+# Arguments of transformers that decide what a program does, by their defaults (transformers/training_args.py).
+_DEFAULTS = {"bf16": False, "fp16": False, "gradient_checkpointing": False, "deepspeed": None, "fsdp": ""}
+# Arguments whose defaults in a program's own dataclasses, or whose values set there, are those of its training.
+_SETTINGS = (
+    *(*_DEFAULTS, "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "model_name_or_path"),
+    *("max_length", "max_seq_length", "model_max_length", "packing", "block_size", "cutoff_len", "padding_free"),
+)
+# Calls of which the plan depends on whether they are made.
+_CONDITIONAL = ("LoraConfig", "get_peft_model", "BitsAndBytesConfig", "gradient_checkpointing_enable")
 _OF_TRAINER = ("max_seq_length", "max_length", "packing", "beta", "loss_type", "precompute_ref_log_probs")
 
 
@@ -45,40 +57,98 @@ def makes_arguments(text: str) -> bool:
     return _MAKES.search(source_of(text)) is not None
 
 
-def options_of_program(text: str, context: LaunchContext) -> tuple[Options, str]:
+def trains(text: str) -> bool:
+    """Return whether a Python program makes training arguments, or takes them from its command line."""
+    try:
+        return makes_arguments(text) or _parsed_class(source_of(text)) is not None
+    except InputError:
+        return False
+
+
+def options_of_program(text: str, context: LaunchContext, given: Options | None = None) -> tuple[Options, str]:
     """Return (arguments, name of TRL's program with the same objective) of a Python program or a notebook.
 
-    What the program alone knows is given by name in `context.variables`.  Raises InputError if the program makes no
-    training arguments, or several.
+    `given` are the arguments of its command line.  What the program alone knows is given by name in
+    `context.variables`.  Raises InputError if the program makes no training arguments, or several.
     """
-    source, variables = source_of(text), dict(context.variables)
-    calls = list(calls_of(source, variables))
-    made = [call for call in calls if _ARGUMENTS.fullmatch(_class(call))]
+    source = source_of(text)
+    variables, unknown = _of_command(given) if given else ({}, [])
+    variables |= dict(context.variables)
+    made_class = None if makes_arguments(text) else _parsed_class(source)
+    calls = list(calls_of(source, variables, unknown, _DEFAULTS if made_class else None))
+    made = [Built(made_class)] if made_class else [call for call in calls if _ARGUMENTS.fullmatch(_class(call))]
     made = [call for call in made if "per_device_train_batch_size" in call.named] or made
     if len(made) != 1:
         names = ", ".join(map(_class, made[:5])) or "none"
         raise InputError(f"a program makes its training arguments once, the file {len(made)} times ({names})")
     remarks: list[Unread] = []
-    table = _loaded(calls, context, remarks) | _adapters(calls, remarks)
+    table = _loaded(calls, context, remarks)
     objective = _objective(made[0], _ARGUMENTS)
     if not objective:  # transformers' arguments, whose defaults are not those of TRL
         table["gradient_checkpointing"] = any(map(_recomputes, calls))
+    if made_class:
+        defaults = arguments_of(parsed(source, "the file")).defaults
+        table |= {key: defaults[key] for key in _SETTINGS if key in defaults}
+    own = _adapters(calls, remarks)  # what the program sets whatever its command line says
     for call in calls:
         if of_trainer := _objective(call, _TRAINERS):
             objective = objective or of_trainer
-            table |= {key: call.named[key] for key in _OF_TRAINER if key in call.named}
-    table |= {key: value for key, value in made[0].named.items() if value is not None}
+            own |= {key: call.named[key] for key in _OF_TRAINER if key in call.named}
+        elif made_class and not call.name:
+            own |= {key: value for key, value in call.named.items() if key in _SETTINGS}
+        if call.condition and _class(call) in _CONDITIONAL:
+            why = "priced as made, which depends on this condition"
+            remarks.append(Unread(option=_class(call), value=call.condition, why=why))
+    own |= {key: value for key, value in made[0].named.items() if value is not None}
     if "unsloth" in source:
         remarks.append(Unread(option="unsloth", value="", why="priced with the kernels of transformers"))
-    options = Options(
-        Argument(key, _text(value), key, value)
-        for key, value in ((key, _known(key, item, variables)) for key, item in table.items())
-    )
-    if "use_peft" in table:
+    arguments = _arguments(table, variables)
+    if made_class and given:
+        arguments |= given.arguments
+    options = Options((arguments | _arguments(own, variables)).values())
+    if "use_peft" in own:
         for key in _LORA.values():
             options.value(key)  # raises an error for what is not known
     options.remarks += dict.fromkeys(remarks)
     return options, f"{objective.lower() or 'train'}.py"
+
+
+def _of_command(given: Options) -> tuple[dict[str, str], list[str]]:
+    """Return (values as text, names without a known value) of the arguments of a command line."""
+    texts: dict[str, str] = {}
+    unknown: list[str] = []
+    for name, argument in given.arguments.items():
+        if isinstance(argument.value, Unknown):
+            unknown.append(name)
+        else:
+            texts[name] = (
+                ",".join(map(str, argument.value)) if isinstance(argument.value, list) else str(argument.value)
+            )
+    return texts, unknown
+
+
+def _parsed_class(source: str) -> str | None:
+    """Return the name of the training arguments that a program parses from its command line; None if it does not."""
+    if _PARSER.search(source) is None:
+        return None
+    tree = parsed(source, "the file")
+    bases = {node.name: node.bases for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and _PARSER.fullmatch(dotted(node.func).rpartition(".")[2]):
+            named = [
+                item for word in node.args for item in ast.walk(word) if isinstance(item, ast.Name | ast.Attribute)
+            ]
+            classes = [dotted(item) for item in named]
+            classes += [dotted(base) for name in classes for base in bases.get(name, ())]
+            for name in classes:
+                if _ARGUMENTS.fullmatch(name.rpartition(".")[2]):
+                    return name
+    return None
+
+
+def _arguments(table: dict[str, Any], variables: dict[str, str]) -> dict[str, Argument]:
+    known = {key: _known(key, item, variables) for key, item in table.items()}
+    return {key: Argument(key, _text(value), key, value) for key, value in known.items()}
 
 
 def _class(call: Built) -> str:

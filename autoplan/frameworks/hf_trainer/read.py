@@ -12,7 +12,7 @@ from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import HELD_KEYS, holds_bf16, is_on, plain_values
 from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program
-from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
+from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script, starts_program
 from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.readers.preference import OF_PREFERENCES, of_trl_program
 from autoplan.spec.enums import Precision
@@ -36,6 +36,7 @@ _LENGTHS = (
     *("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size", "cutoff_len"),
     *("seq_length", "seq_len", "sequence_length"),  # in users' own programs
 )
+_TABLE = re.compile(r"""^(\{|\s*"?per_device_train_batch_size"?\s*:)""", re.MULTILINE)
 _PLAIN = ("block_size", "do_train")  # in programs other than TRL's
 _OTHERS = re.compile(r"^\s*(finetuning_type|cutoff_len|base_model|micro_batch_size)\s*:", re.MULTILINE)
 _OTHER_STARTERS = re.compile(
@@ -67,7 +68,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     devices = None
     if makes_arguments(text):
         options, name = options_of_program(text, context)
-    elif has_batch(text):
+    elif has_batch(text) or not _TABLE.search(text):
         options, name, devices = of_script(text, context)
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
@@ -122,6 +123,8 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
         _remark_kernels(options)
     # Without TRL's `use_peft` it is unknown which modules have adapters.
     adapter_keys = () if is_trl or finetuning.has_adapters else ("lora_r", "load_in_4bit", "load_in_8bit")
+    if finetuning.has_adapters and not is_trl and options.name("use_peft").startswith("--"):
+        options.remark("use_peft", "read with the defaults of TRL; a program of its own may have others")
     for key in ("use_lora", "lora_rank", *adapter_keys):
         if options.has(key):
             options.remark(key, "adapters of a program's own are not read: pass --finetune")
@@ -133,7 +136,7 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
         model_key="model" if options.has("model") and not options.has("model_name_or_path") else "model_name_or_path",
         length_key=length_key,
         length=1024 if is_trl and length_key == "max_length" else None,
-        batching=_batching(options, length_key),
+        batching=_batching(options, length_key, is_trl=is_trl),
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16 if is_trl or in_bf16 else None,
         holds_bf16=in_bf16,
@@ -150,13 +153,13 @@ def _remark_kernels(options: Options) -> None:
         options.pass_over("loss_type")
 
 
-def _batching(options: Options, length_key: str) -> Batching:
+def _batching(options: Options, length_key: str, *, is_trl: bool) -> Batching:
     """Return how samples form sequences (trl/trainer/sft_config.py; run_clm.py joins them into blocks)."""
     if is_on(options, "packing"):
         return "joined" if options.value("packing_strategy") == "wrapped" else "packed"
-    if length_key == "block_size":
+    if length_key == "block_size" and not is_trl:
         return "joined"
     return "unpadded" if is_on(options, "padding_free") else "padded"
 
 
-READER = Reader(target="hf-trainer", recognises=recognises, read=read, name_in=name_in)
+READER = Reader(target="hf-trainer", recognises=recognises, read=read, starts=starts_program, name_in=name_in)

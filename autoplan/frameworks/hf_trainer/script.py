@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
@@ -12,6 +13,7 @@ from autoplan.frameworks.common.options import Argument, Options, Unknown, parse
 from autoplan.frameworks.common.shell import Script, read_script
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.hf_trainer.options import SPMD
+from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program, trains
 from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, num_devices, started
 
 SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # not shell scripts
@@ -31,24 +33,40 @@ def has_batch(text: str) -> bool:
     return _BATCH.search(text) is not None
 
 
-def program_at(words: Sequence[str], programs: Sequence[str] = ()) -> int | None:
-    """Return the index of the program in a command with the Trainer's batch size; None if there is none.
+def program_at(words: Sequence[str], programs: Sequence[str] = (), folder: Path | None = None) -> int | None:
+    """Return the index of the program in a command with the Trainer's batch size, or of one in `folder` that trains.
 
     `programs` also take the name of a file with their arguments, alone or after the word train.
     """
     has_batch_size = any(word.partition("=")[0] == BATCH for word in words)
     if not has_batch_size and not programs:
-        return None
+        places = (at for at in range(len(words)) if is_program(words, at))
+        return next((at for at in places if (file := program_beside(words[at], folder)) and trains(file)), None)
     behind = max((at for at, word in enumerate(words) if word == "--"), default=-1) + 1  # a launcher's own arguments
     for at, word in enumerate(words[behind:], start=behind):
         name = word.rpartition("/")[2]
         if (
             (name in programs and (has_batch_size or takes_file(words[at + 1 :])))
             if programs
-            else _is_program(words, at)
+            else is_program(words, at)
         ):
             return at
     return None
+
+
+def program_beside(name: str, folder: Path | None) -> str | None:
+    """Return the text of a Python program, by its file or module, in the folder of a script or above it."""
+    file = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
+    return content[0] if (content := read_beside(file, folder)) else None
+
+
+def starts_program(text: str, context: LaunchContext) -> bool:
+    """Return whether a command of a script starts a program in its folder that trains."""
+    try:
+        script = read_script(text, context.variables, context.folder)
+    except (InputError, RecursionError):
+        return False
+    return any(program_at(command.words, folder=context.folder) is not None for command in script.commands)
 
 
 def takes_file(arguments: Sequence[str]) -> bool:
@@ -57,7 +75,7 @@ def takes_file(arguments: Sequence[str]) -> bool:
     return any(word.endswith(_FILES) for word in first)
 
 
-def _is_program(words: Sequence[str], at: int) -> bool:
+def is_program(words: Sequence[str], at: int) -> bool:
     """Return whether a word is a Python file, a module that is no launcher, or a command of TRL."""
     word, before = words[at], words[at - 1] if at else ""
     if before and word in _COMMANDS:
@@ -73,8 +91,10 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     Raises InputError if no command starts such a program.
     """
     script = read_script(text, context.variables, context.folder)
-    names = (BATCH, *programs)
-    entry = Entry(lambda words: program_at(words, programs), lambda inner: any(name in inner for name in names))
+    names = (BATCH, ".py", *programs)
+    entry = Entry(
+        lambda words: program_at(words, programs, context.folder), lambda inner: any(name in inner for name in names)
+    )
     before, words = started(script, entry, context)
     if words is None:
         raise InputError(f"no command of the script starts a program with {BATCH}")
@@ -83,7 +103,7 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
         and read_beside(file := next(word for word in words if word != "train"), context.folder) is None
     ):
         raise InputError(f"the arguments are in {show(file)}, which is not at hand: put it beside this file")
-    options = program_options(words, context)
+    options, program = started_options(before[-1], words, context)
     devices = devices_of(before, script, text)
     visible = str(script.variables.get("CUDA_VISIBLE_DEVICES", ""))
     if devices and visible.count(",") >= devices:
@@ -92,9 +112,19 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     if script.variables.get("XLA_USE_SPMD") == "1":
         options.remarks.append(Unread(option="XLA_USE_SPMD", value="1", why=SPMD))
     options.remarks += script.unread()
-    name = before[-1].rpartition("/")[2]
-    command = module[1] if (module := _MODULE.fullmatch(name)) else name
-    return options, f"{command}.py" if command in _COMMANDS else name, devices
+    command = module[1] if (module := _MODULE.fullmatch(program)) else program
+    return options, f"{command}.py" if command in _COMMANDS else program, devices
+
+
+def started_options(program: str, words: Sequence[str], context: LaunchContext) -> tuple[Options, str]:
+    """Return (arguments, name) of a program that a command starts, read too where it lies beside the script."""
+    arguments = program_options(words, context)
+    beside = program_beside(program, context.folder)
+    if beside is None or not trains(beside) or (makes_arguments(beside) and has_batch(" ".join(words))):
+        return arguments, program.rpartition("/")[2]
+    options, name = options_of_program(beside, context, arguments)
+    options.remarks += arguments.remarks
+    return options, name
 
 
 def program_options(words: Sequence[str], context: LaunchContext) -> Options:
