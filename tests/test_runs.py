@@ -769,6 +769,17 @@ def test_a_row_may_say_that_its_weights_have_16_bits_alone(tmp_path: Path) -> No
     assert narrow.peak_memory_gib < wide.peak_memory_gib
 
 
+def test_a_row_may_name_types_of_states_and_kernels_of_the_loss(tmp_path: Path) -> None:
+    row = LLAMA | {"framework": "Megatron-Bridge", "year": "2025"}
+    said = "grad_dtype=fp32;moment_dtype=bf16;cross_entropy_fusion=native"
+    usual, stated = runs_of(tmp_path, row, row | {"id": "2", "options": said})
+    for run, grad, moment, fusion in ((usual, "bf16", "fp32", "te"), (stated, "fp32", "bf16", "native")):
+        assert run.plan is not None
+        assert (run.plan.grad_dtype, run.plan.moment_dtype, run.plan.cross_entropy_fusion) == (grad, moment, fusion)
+        assert not run.refusal
+    assert not [text for text in stated.filled if "left out" in text]
+
+
 def test_a_row_may_say_that_its_loss_takes_the_logits_in_pieces(tmp_path: Path) -> None:
     row = LLAMA | {"framework": "torchtune", "sharding": "none", "num_gpus": "1"}
     runs = runs_of(tmp_path, row, row | {"id": "2", "options": "chunked_loss=1"})

@@ -12,10 +12,13 @@ from autoplan.runs.row import MAX_DEGREE, Row
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, Value
 from autoplan.spec.enums import (
     ContextParallelKind,
+    CrossEntropyFusion,
     CudaGraphs,
     Dispatcher,
     Fp8Scaling,
+    GradType,
     MainWeights,
+    MomentType,
     Offload,
     OffloadLayers,
     Recompute,
@@ -153,8 +156,14 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[s
         chosen["gradient_accumulation_fusion"] = False
     if (named := row.options().get("fp8_recipe", "")) in tuple(Fp8Scaling):
         chosen["fp8_scaling"] = Fp8Scaling(named)
-    if named := row.options().get("main_weights", ""):
-        chosen["main_weights"] = enum_value("main_weights", MainWeights, named)
+    for name, words in (
+        ("cross_entropy_fusion", CrossEntropyFusion),
+        ("grad_dtype", GradType),
+        ("main_weights", MainWeights),
+        ("moment_dtype", MomentType),
+    ):
+        if named := row.options().get(name, ""):
+            chosen[name] = enum_value(name, words, named)
     if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
         chosen |= {"router_fusion": False, "rope_fusion": False}
     return chosen
