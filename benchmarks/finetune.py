@@ -1,9 +1,10 @@
 """Fine-tuning against published runs: time and memory of full, LoRA, 8-bit and 4-bit training, by kind and source.
 
 The runs stand in `finetuning_runs.csv`, in the columns of the table of measured runs, with their sources.  Mechanisms
-were mended with the sources of `LEARNT` in view: those whose faults were known before, of the others those that
-a hash of their name draws, and those of the eighth round, whose errors were looked at one by one.  Of the rest only these figures were looked at, but for the memory of fmsaccel and
-torchtune, whose verdicts were wrong.  What was predicted before anything was changed for them is in `first_errors.csv`.
+were mended with the sources of `LEARNT` in view: those whose faults were known before, of the others those that a hash
+of their name draws, and those of the eighth blind round, whose errors were looked at one by one.  Of the rest only
+these figures were looked at, but for the memory of fmsaccel and torchtune, whose verdicts were wrong.  What was
+predicted before anything was changed for them is in `first_errors.csv`.
 
 usage: python benchmarks/finetune.py [--rows] [--report FILE]
 """
