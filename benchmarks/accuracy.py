@@ -6,13 +6,11 @@ runs of every source with their terms.
 
 Calibrations hold no factor, so that a fit moves intervals alone.  `--ship` writes them: of every framework on a
 generation of devices what its runs are like (`cost.spreads.Familiarity`), and the general spreads.  These are the
-likeliest for the errors of runs whose whole source is left out, so that what is new about it counts as new, times the
-least factors with which as many of them lie above their intervals as below, and `COVER` inside, in the mean of sources.
-Of what is not known of a run most makes it slower, so that the two differ.  Traits have all sources in view, so that
-their errors say too little: those of `blind_runs.csv`, which are in no calibration and were predicted before their
-answers were looked at, count with the error that they had then (`first_errors.csv`), and so do mixtures of experts of
-`LATER` sources, of which there are no blind runs.  Where a recipe leaves in doubt which of two
-builds a run had, its interval holds both and its error is that of the nearer one.
+likeliest for the errors of runs before anybody looked at their source (`first_errors.csv`), times the least factors
+with which as many of them lie above their intervals as below, and `COVER` inside, in the mean of sources.  Errors of
+runs that were in view when the model was made, or corrected, say too little of the next source, so that they count
+nothing.  Of what is not known of a run most makes it slower, so that the two sides differ.  Where a recipe leaves in
+doubt which of two builds a run had, its interval holds both and its error is that of the nearer one.
 
 usage: python benchmarks/accuracy.py [--runs RUNS.csv] [--scorer SCORER.py] [--worst N] [--as-shipped]
                                      [--report REPORT.md] [--ship]
@@ -71,23 +69,10 @@ LATER = (  # sources that came when the presets had been made
 # log(measured / predicted) of runs before anything was changed for them: blind ones at 52dd93eb, of round 5 at
 # 64938afe, of round 6 at 8d046304, of round 7 at 6304bef7; others at 0d6b68c5.
 FIRST_ERRORS = Path(__file__).with_name("first_errors.csv")
+ROUNDS = Path(__file__).with_name("rounds.csv")  # in which a source was first predicted
 BLIND = Path(__file__).with_name("blind_runs.csv")
 FINETUNED = Path(__file__).with_name("finetuning_runs.csv")
-# Blind sources that taught a mechanism: what was wrong then is no part of a step today.  What a trainer does in its own
-# way (flashattn, nemobert) others will do in theirs: first errors of these count.
-TAUGHT = [
-    "amdmaxtext",
-    "b200maxtext",
-    "dgxcmaxtext",
-    "dgxcpax",
-    "llama3",
-    "mlperf51",
-    "nemolora",
-    "qwenreadme",
-    "torchao",
-    "trlmillion",
-]
-COVER = 0.90  # share of the runs of a source left out that shall be inside, on average
+COVER = 0.90  # share of the runs of a new source that shall be inside, on average
 MANY_RUNS = 10  # of a source: more of them count no more
 WIDTHS = (0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # of intervals, relative to those that are fitted
 SAID_SHARE = 0.25  # of a run's variance, from which a part counts as resting on it
@@ -104,6 +89,7 @@ class Case:
     fold: str
     doubt: float  # logarithm of its step under the framework that it may as well have had; 0: none
     first_error: float | None = None  # log(measured / predicted) as first predicted, where that was kept
+    round: int | None = None  # in which it was first predicted
     is_blind: bool = False  # predicted before its answer was looked at
 
     @property
@@ -160,6 +146,7 @@ def main() -> None:
         if not options.as_shipped:
             show_unseen(cases, scoring)
             show_blind(cases, blind_scoring, tuned_scoring)
+            show_rounds(cases)
             show_kinds(cases)
             show_general(cases)
             show_widths(cases)
@@ -191,12 +178,13 @@ def read_cases(path: Path, runs: Sequence[Run]) -> list[Case]:
     finished = []
     with FIRST_ERRORS.open(encoding="utf-8", newline="") as file:
         first_errors = {row["id"]: float(row["log_error"]) for row in csv.DictReader(file)}
+    with ROUNDS.open(encoding="utf-8", newline="") as file:
+        rounds = {row["source"]: int(row["round"]) for row in csv.DictReader(file)}
     for run, row in with_answers(path, runs):
         if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
             measured = MeasuredRun(problem=run.problem, plan=run.plan, step_s=float(row["step_time_s"]))
             cost = estimate(run.problem, PlanBatch.of([run.plan], run.problem.model.num_layers))
             doubt = log_doubt(run, cost)
-            first = first_errors.get(run.id)
             finished.append(
                 Case(
                     run=run,
@@ -205,7 +193,8 @@ def read_cases(path: Path, runs: Sequence[Run]) -> list[Case]:
                     cost=cost,
                     fold="",
                     doubt=doubt,
-                    first_error=first,
+                    first_error=first_errors.get(run.id),
+                    round=rounds.get(source_of(run)) if run.id in first_errors else None,
                 )
             )
     by_source: dict[str, list[Case]] = defaultdict(list)
@@ -269,13 +258,18 @@ def _calibration(key: tuple[str, str], own: Sequence[Case]) -> Calibration:
     )
 
 
-def without_source(cases: Sequence[Case]) -> list[Calibration]:
-    """The calibration of every case's problem if nothing were known of its source."""
-    known = {
-        source: calibrations([case for case in cases if case.source != source])
-        for source in {case.source for case in cases}
-    }
-    return [calibration_among(known[case.source], *case.key, is_similar=case.is_similar) for case in cases]
+def without_source(cases: Sequence[Case], asked: Sequence[Case] | None = None) -> list[Calibration]:
+    """The calibration of every case's problem, or of every one `asked`, if nothing were known of its source."""
+    everything, known = calibrations(cases), {}
+    for source in {case.source for case in cases if not case.is_blind}:  # blind ones are in no calibration
+        keys = {case.key for case in cases if case.source == source}
+        others = calibrations([case for case in cases if case.key in keys and case.source != source])
+        names = {"-".join(key) for key in keys}
+        known[source] = {name: of for name, of in everything.items() if name not in names} | others
+    return [
+        calibration_among(known.get(case.source, everything), *case.key, is_similar=case.is_similar)
+        for case in (cases if asked is None else asked)
+    ]
 
 
 # -- general spreads --------------------------------------------------------------------------------------------------
@@ -295,25 +289,23 @@ class Unseen:
 
     sources: Strings
     error: Floats  # log(measured / predicted)
-    honest_error: Floats  # the same, as first predicted where that says more
+    first_error: Floats  # the same, as first predicted; nan where it was in view
     own: Sides  # variances of devices and links that stand for unlike ones
     parts: Floats  # of the general variance, to be multiplied by `GeneralSpreads.squares`: shape (cases, parts)
 
     @classmethod
     def of(cls, cases: Sequence[Case], made_by: Sequence[Calibration]) -> Unseen:
         """The cases, each under its calibration."""
-        own, parts, honest = [], [], []
+        own, parts = [], []
         for case, calibration in zip(cases, made_by, strict=True):
             known = Familiarity.of(replace(case.problem, calibration=calibration), case.cost.batch)
             _, general = known.own_parts(case.cost.terms_s, case.cost.step_s)
             own.append([float(side[0]) for side in known.equipment(case.cost.terms_s, case.cost.step_s)])
             parts.append(general[0])
-            is_first = case.first_error is not None and case.source not in TAUGHT
-            honest.append(case.first_error or 0.0 if is_first else case.nearer_error)
         return cls(
             sources=np.array([case.source for case in cases]),
             error=np.array([case.nearer_error for case in cases]),
-            honest_error=np.array(honest),
+            first_error=np.array([math.nan if case.first_error is None else case.first_error for case in cases]),
             own=Sides(*np.array(own).T),
             parts=np.array(parts),
         )
@@ -323,6 +315,11 @@ class Unseen:
         own = Sides(*(side[which] for side in self.own))
         others = {field.name: getattr(self, field.name)[which] for field in fields(self) if field.name != "own"}
         return Unseen(own=own, **others)
+
+    @property
+    def as_first_predicted(self) -> Unseen:
+        """The cases whose error was kept before anybody looked at their source."""
+        return self.take(~np.isnan(self.first_error))
 
     def spread(self, squares: Floats) -> Floats:
         """Return the spread of every case that is slower than predicted, with these general variances."""
@@ -346,13 +343,14 @@ class Unseen:
 
 
 def fitted_spreads(unseen: Unseen) -> Fitted:
-    """General spreads under which errors of unseen sources are likeliest, times what their cover needs on each side.
+    """General spreads under which first errors are likeliest, times what their cover needs on each side.
 
     Errors are spread by Laplace's distribution, whose tails are long, and spreads start near `PRIOR_SPREAD` and
     `HARD_SPREAD`: a part of which no run tells stays there.  Every source of ten runs counts the same, since its runs
     share a machine and recipes and err alike; one of fewer counts less, as a single run may err for reasons of its own.
     """
-    weights, error = unseen.weights, np.maximum(np.abs(unseen.honest_error), MIN_ERROR)
+    unseen = unseen.as_first_predicted
+    weights, error = unseen.weights, np.maximum(np.abs(unseen.first_error), MIN_ERROR)
     counts = (1, len(HARD), len(GENERAL_PARTS) - 1 - len(HARD))
     prior = np.repeat(np.log([PRIOR_SPREAD, HARD_SPREAD, PRIOR_SPREAD]), counts)
     width = np.repeat([math.inf, HARD_WIDTH, PRIOR_WIDTH], counts)  # what every step has needs no prior
@@ -382,7 +380,7 @@ def _factor(unseen: Unseen, squares: Floats, sign: float) -> float:
     def excess(log_factor: float) -> float:
         own = unseen.own.above if sign > 0 else unseen.own.below
         spread = np.sqrt(own + unseen.parts @ (squares * math.exp(2 * log_factor)))
-        is_beyond = sign * unseen.honest_error > NORMAL_90 * spread
+        is_beyond = sign * unseen.first_error > NORMAL_90 * spread
         return float(weights @ is_beyond / weights.sum()) - (1 - COVER) / 2
 
     low, high = -2.0, 2.0
@@ -409,14 +407,15 @@ class Part:
         if not self.num_runs:
             return "no run: where the fit starts, times what the cover of all asks for"
         return (
-            f"{self.num_runs} runs of {self.num_sources} sources left out, of whose variance it is a quarter or more: "
+            f"{self.num_runs} runs of {self.num_sources} new sources, of whose variance it is a quarter or more: "
             f"nine tenths within a factor of {self.factor:.2f}, {100 * self.inside:.0f} % inside the interval"
         )
 
 
 def general_parts(fitted: Fitted, unseen: Unseen) -> Iterator[Part]:
     """Yield the general spreads with what each rests on."""
-    spread, error = unseen.spread(fitted.squares), unseen.honest_error
+    unseen = unseen.as_first_predicted
+    spread, error = unseen.spread(fitted.squares), unseen.first_error
     inside = unseen.inside(error, fitted)
     for at, name in enumerate(GENERAL_PARTS):
         which = unseen.parts[:, at] * fitted.squares[at] >= SAID_SHARE * spread**2
@@ -433,11 +432,12 @@ def general_parts(fitted: Fitted, unseen: Unseen) -> Iterator[Part]:
 def general_text(fitted: Fitted, unseen: Unseen) -> str:
     """The general spreads as the file that ships."""
     parts = list(general_parts(fitted, unseen))
-    order = np.argsort(unseen.honest_error)
-    shares = np.cumsum(unseen.weights[order]) / unseen.weights.sum()
-    low, high = np.exp(unseen.honest_error[order][np.searchsorted(shares, [(1 - COVER) / 2, (1 + COVER) / 2])])
+    first = unseen.as_first_predicted
+    order = np.argsort(first.first_error)
+    shares = np.cumsum(first.weights[order]) / first.weights.sum()
+    low, high = np.exp(first.first_error[order][np.searchsorted(shares, [(1 - COVER) / 2, (1 + COVER) / 2])])
     evidence = {part.name: part.evidence for part in parts} | {
-        "below": f"of runs left out, each source as much, a twentieth take less than {low:.2f} times the predicted "
+        "below": f"of new sources' runs, each source as much, a twentieth take less than {low:.2f} times the predicted "
         f"step, and a twentieth more than {high:.2f} times"
     }
     lines = [f"{part.name} = {part.spread:.3g}" for part in parts] + [f"below = {fitted.below:.3g}"]
@@ -492,6 +492,32 @@ def source_left_out(cases: Sequence[Case]) -> Steps:
     return steps_of(cases, sides)
 
 
+def show_rounds(cases: Sequence[Case]) -> None:
+    """Print what intervals that were fitted to the rounds before contain of every round, as first predicted."""
+    blind = [case for case in cases if case.round is not None]
+    unseen, rounds = Unseen.of(blind, without_source(cases, blind)), np.array([case.round for case in blind])
+    error = unseen.first_error
+    below, above = Sides(*np.full((2, len(blind)), math.nan))
+    for number in range(2, rounds.max() + 1):
+        is_next = rounds == number
+        next_sides = unseen.take(is_next).sides(fitted_spreads(unseen.take(rounds < number)))
+        below[is_next], above[is_next] = (NORMAL_90 * side for side in next_sides)
+    inside, weights = (-below <= error) & (error <= above), unseen.weights
+    print("Rounds by intervals that were fitted to the rounds before\n")
+    print(f"{'round':12}{'runs':>6}{'sources':>9}{'inside':>8}{'mean of sources':>17}{'width':>8}{'median error':>14}")
+    for title, which in (
+        *((str(number), rounds == number) for number in range(2, rounds.max() + 1)),
+        ("all", rounds > 1),
+    ):
+        of_sources = float(np.average(inside[which], weights=weights[which]))
+        print(
+            f"{title:12}{which.sum():6d}{len(set(unseen.sources[which])):9d}{inside[which].mean():8.2f}"
+            f"{of_sources:17.2f}{float(np.median((below + above)[which])):8.2f}"
+            f"{float(np.median(np.abs(error[which]))):14.2f}"
+        )
+    print(flush=True)
+
+
 def show_kinds(cases: Sequence[Case]) -> None:
     """Print how many runs of a kind are inside if no source had any: of a generation, with experts or without."""
     kinds = np.array([f"{case.key[1]}, {'experts' if case.problem.model.moe else 'dense'}" for case in cases])
@@ -505,7 +531,11 @@ def show_kinds(cases: Sequence[Case]) -> None:
         fitted = fitted_spreads(Unseen.of(others, without_source(others)))
         own = [case for case, other in zip(cases, is_kind, strict=True) if other]
         unseen = Unseen.of(own, [calibration_among(known, *case.key, is_similar=case.is_similar) for case in own])
-        shares = [float(np.mean(unseen.inside(error, fitted))) for error in (unseen.error, unseen.honest_error)]
+        first = unseen.as_first_predicted
+        shares = [
+            float(np.mean(of.inside(error, fitted))) if len(error) else math.nan
+            for of, error in ((unseen, unseen.error), (first, first.first_error))
+        ]
         print(f"{kind:24}{len(own):6d}{len(set(unseen.sources)):9d}{shares[0]:8.2f}{shares[1]:15.2f}")
     print(flush=True)
 

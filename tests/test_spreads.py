@@ -13,6 +13,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.spreads import (
     GENERAL_PARTS,
     HARD,
+    KINDS,
     NORMAL_90,
     NOVELTIES,
     UNEXPOSED,
@@ -23,6 +24,7 @@ from autoplan.cost.spreads import (
     spread_kinds,
     spread_range,
 )
+from autoplan.frameworks.presets import load_framework
 from autoplan.readers.calibration import calibration_among, shipped_calibrations
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.finetuning import load_finetuning
@@ -116,6 +118,7 @@ def test_what_a_plan_exposes_beyond_the_runs_takes_it_out_of_them() -> None:
     [
         ("framework", {"unseen": ("framework",)}, 1.0),
         ("generation", {"unseen": ("generation",)}, 1.0),
+        ("device", {"unseen": ("device",)}, 1.0),
         ("precision", {"precisions": ("fp8",)}, 1.0),
         ("size", {"most_devices": 2}, math.sqrt(3)),  # 16 devices are three doublings beyond
     ],
@@ -241,6 +244,20 @@ def test_mixtures_of_experts_have_a_part_of_their_own_whether_they_are_new_or_no
         assert found.tolist() == [expected, 0.0]
 
 
+def test_layers_of_other_code_than_megatrons_are_less_sure_until_they_are_measured() -> None:
+    problem = problem_of(calibration=Calibration())
+    plain, other = (replace(problem, framework=load_framework(name)) for name in ("megatron-core", "torchtitan"))
+    gemm = Measurement(operation="gemm", shape=(64, 64, 64), dtype="bf16", device="h100-sxm", seconds=1e-5)
+    batch, at = PlanBatch.of([SPREAD], problem.model.num_layers), KINDS.index("own_layers")
+    measured = replace(other, timings=TimingTable.of([gemm]))
+    assert [Familiarity.of(asked, batch).kinds[0, at] for asked in (plain, other, measured)] == [0.0, 1.0, 0.0]
+    assert spread_range(other)[0] ** 2 - spread_range(plain)[0] ** 2 == pytest.approx(general_spreads().own_layers ** 2)
+    cost = price(other, SPREAD)
+    assert spread_of(cost) >= Familiarity.of(other, cost.batch).least[0] >= spread_range(other)[0]
+    with_runs = replace(other, calibration=OWN)
+    assert spread_of(price(with_runs, SPREAD)) == pytest.approx(0.06)
+
+
 def test_experts_are_a_kind_of_their_own() -> None:
     dense, experts = (
         spread_kinds(problem, PlanBatch.of([SPREAD], problem.model.num_layers))[0]
@@ -263,10 +280,10 @@ def test_calibrations_of_a_framework_elsewhere_leave_the_generation_unseen() -> 
     assert (elsewhere.blocks, elsewhere.most_devices) == (("dense",), 16)
     never = calibration_among(known, "third", "volta")
     assert (never.unseen, never.most_devices) == ((), 64)
-    assert calibration_among(known, "third", "cdna3").unseen == ("generation",)
+    assert calibration_among(known, "third", "cdna3").unseen == ("generation", "device")
     kin = calibration_among(known, "own", "hopper", is_similar=True)
     assert (kin.unseen, kin.time_spread) == (("framework",), None)
-    assert calibration_among({}, "own", "hopper").unseen == ("generation",)
+    assert calibration_among({}, "own", "hopper").unseen == ("generation", "device")
 
 
 def test_every_general_spread_says_what_it_rests_on() -> None:

@@ -1,12 +1,12 @@
 """Spread of measured step times around predictions, from similar runs and from the novelties of a plan.
 
 The variance of log(measured / predicted) has a few stated parts (`presets/spreads.toml`, fitted by
-`benchmarks/accuracy.py --ship` to runs whose whole source is left out): one for any step, one for each component that
-is harder to predict than kernels, by its share of the step, one for steps shorter than a second, one for mixtures of
-experts, and one for each property of the plan that no run of its calibration had.  Plans similar to the user's own runs
-have the spread of these runs instead.  Published runs do not set such a spread: intervals from the parts contain as
-many runs of a left-out source as the spread of other publishers' runs, and are narrower (`benchmarks/results`,
-accuracy).
+`benchmarks/accuracy.py --ship` to runs as they were predicted before anybody looked at their source): one for any step,
+one for each component that is harder to predict than kernels, by its share of the step, one for steps shorter than a
+second, one for each of `KINDS`, and one for each property of the plan that no run of its calibration had.  Plans
+similar to the user's own runs have the spread of these runs instead.  Published runs do not set such a spread:
+intervals from the parts contain as many runs of a left-out source as the spread of other publishers' runs, and are
+narrower (`benchmarks/results`, accuracy).
 
 Unknown properties make a run slower more often than faster, so these parts count less below the prediction.
 """
@@ -32,8 +32,10 @@ from autoplan.spec.terms import COMPONENTS, LAST_WAITS, TRAFFIC_TERMS
 UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", *LAST_WAITS)
 
 HARD = tuple(name for name in COMPONENTS if name != "kernels")
-NOVELTIES = ("framework", "generation", "model", "precision", "size")
-GENERAL_PARTS = ("any_step", *HARD, "short", "mixture", *NOVELTIES)
+KINDS = ("mixture", "own_layers")  # harder to predict however many runs a calibration has of them
+NOVELTIES = ("framework", "generation", "device", "model", "precision", "size")
+ABOUT_PROBLEM = ("framework", "generation", "device")  # novelties that `Calibration.unseen` names
+GENERAL_PARTS = ("any_step", *HARD, "short", *KINDS, *NOVELTIES)
 NORMAL_90 = 1.6448536269514722  # half width of a two-sided 90 % interval in standard deviations
 SHORT_S = 1.0  # shorter steps count as short
 
@@ -54,8 +56,10 @@ class GeneralSpreads:
     pipeline: float
     short: float  # fixed times per step, independent of its work: loader, host, clocks
     mixture: float  # mixtures of experts, which every model sizes, routes and launches differently
+    own_layers: float  # layers of other code than Megatron-LM's, of whose kernels and settings fewer people publish
     framework: float  # priced like another, similar framework
     generation: float  # new device generation under this framework, or under any framework if the framework is new, too
+    device: float  # a generation that is new under every framework
     model: float  # one of `special_parts`
     precision: float
     size: float
@@ -146,7 +150,7 @@ class Familiarity(Rows):
 
     kind_variance: Floats  # variance of runs of their kind
     weight: Floats  # weight of that against the general variance: 1, or 0 if something is new or there are no runs
-    mixture: Floats  # 1 if the model has experts
+    kinds: Floats  # 1 for each of `KINDS` that it is: shape (plans, kinds)
     novelty: Floats  # degree of each of `NOVELTIES`: shape (plans, novelties)
     machine: Floats  # variance of timings and devices that represent different ones
     links: Floats  # variance of link rates, for the share of a step spent waiting for links
@@ -158,21 +162,24 @@ class Familiarity(Rows):
         calibration, size = problem.calibration, len(batch)
         apart = calibration.experts_time_spread is not None
         kind_spreads = calibration.time_spreads[spread_kinds(problem, batch, experts_apart=apart)]
-        novelty = np.zeros((size, len(NOVELTIES)))
-        # A device with measured kernels is not of an unknown generation.
-        measured_here = ("generation",) if problem.timings.has_kernels else ()
-        for at, name in enumerate(NOVELTIES[:2]):
-            novelty[:, at] = name in calibration.unseen and name not in measured_here
+        # A device with measured kernels is not of an unknown generation, and its layers are timed.
+        is_measured = problem.timings.has_kernels
+        degrees: dict[str, Floats | float] = {
+            name: float(name in calibration.unseen and not (is_measured and name != "framework"))
+            for name in ABOUT_PROBLEM
+        }
         if calibration.blocks:
-            novelty[:, 2] = not special_parts(problem) <= set(calibration.blocks)
+            degrees["model"] = float(not special_parts(problem) <= set(calibration.blocks))
         if calibration.precisions:
-            novelty[:, 3] = width_of(problem.training.precision) not in calibration.precisions
+            degrees["precision"] = float(width_of(problem.training.precision) not in calibration.precisions)
         if calibration.most_devices:
-            novelty[:, 4] = np.sqrt(np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0))
+            degrees["size"] = np.sqrt(np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0))
+        novelty = np.column_stack([np.broadcast_to(degrees.get(name, 0.0), size) for name in NOVELTIES])
+        kinds = (problem.model.moe is not None, not (problem.framework.megatron_layers or is_measured))
         return cls(
             kind_variance=np.nan_to_num(kind_spreads) ** 2,
             weight=np.where(np.isnan(kind_spreads) | novelty.any(axis=1), 0.0, 1.0),
-            mixture=np.full(size, float(problem.model.moe is not None)),
+            kinds=np.tile(np.array(kinds, dtype=np.float64), (size, 1)),
             novelty=novelty,
             machine=np.full(size, problem.machine_spread**2),
             links=np.full(size, problem.link_spread**2),
@@ -187,7 +194,7 @@ class Familiarity(Rows):
         return cls(
             kind_variance=none.copy(),
             weight=none + 1.0,
-            mixture=none.copy(),
+            kinds=np.zeros((size, len(KINDS))),
             novelty=novelty,
             machine=none.copy(),
             links=none.copy(),
@@ -196,20 +203,22 @@ class Familiarity(Rows):
 
     def lessen(self, rows: Ints, parts: Familiarity) -> None:
         """Limit the familiarity of the plans at `rows` to that of their `parts`."""
-        for name in ("kind_variance", "mixture", "novelty", "machine", "links"):
+        for name in ("kind_variance", "kinds", "novelty", "machine", "links"):
             np.maximum.at(getattr(self, name), rows, getattr(parts, name))
         for name in ("weight", "exposed_share"):
             np.minimum.at(getattr(self, name), rows, getattr(parts, name))
 
     def is_less_than(self, known: Familiarity) -> bool:
         """Return whether a machine is less known here than to `known`, about the same plans."""
-        return any(bool((getattr(self, name) > getattr(known, name)).any()) for name in ("novelty", "machine", "links"))
+        names = ("kinds", "novelty", "machine", "links")
+        return any(bool((getattr(self, name) > getattr(known, name)).any()) for name in names)
 
     def without_measurements(self, unknown: Familiarity, of_kernels: Bools, of_links: Bools) -> Familiarity:
         """Return the familiarity as `unknown` where nothing that was measured serves the kernels, or the links."""
         return replace(
             self,
             weight=np.where(of_kernels, unknown.weight, self.weight),
+            kinds=np.where(of_kernels[:, None], unknown.kinds, self.kinds),
             novelty=np.where(of_kernels[:, None], unknown.novelty, self.novelty),
             machine=np.where(of_kernels, np.maximum(unknown.machine, self.machine), self.machine),
             links=np.where(of_links, unknown.links, self.links),
@@ -220,7 +229,7 @@ class Familiarity(Rows):
         weight = np.where(exposed_shares(terms_s, step_s) <= self.exposed_share, self.weight, 0.0)
         shares = component_shares(terms_s)[:, [list(COMPONENTS).index(name) for name in HARD]]
         short = np.sqrt(np.maximum(np.log2(SHORT_S / step_s), 0.0))
-        general = np.column_stack([np.ones(len(weight)), shares, short, self.mixture, self.novelty]) ** 2
+        general = np.column_stack([np.ones(len(weight)), shares, short, self.kinds, self.novelty]) ** 2
         return weight, general * (1.0 - weight)[:, None]
 
     def sides(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
@@ -241,8 +250,8 @@ class Familiarity(Rows):
     def least(self) -> Floats:
         """Lower bound on every plan's spread on the side of slower runs, for any times."""
         squares = general_spreads().squares
-        always = np.column_stack([np.ones(len(self.kind_variance)), self.mixture, self.novelty])
-        general = always**2 @ squares[[GENERAL_PARTS.index(name) for name in ("any_step", "mixture", *NOVELTIES)]]
+        always = np.column_stack([np.ones(len(self.kind_variance)), self.kinds, self.novelty])
+        general = always**2 @ squares[[GENERAL_PARTS.index(name) for name in ("any_step", *KINDS, *NOVELTIES)]]
         by_runs = self.weight * self.kind_variance + (1.0 - self.weight) * general
         return np.sqrt(np.where(self.exposed_share < 1, np.minimum(by_runs, general), by_runs) + self.machine)
 
@@ -255,6 +264,7 @@ def spread_range(problem: Problem) -> tuple[float, float]:
     """Return (smallest spread of any plan, largest one expected of a candidate for the fastest), for slower runs."""
     calibration, general, squares = problem.calibration, general_spreads(), general_spreads().squares
     usual = general.any_step**2 + (general.mixture**2 if problem.model.moe else 0.0)
+    usual += 0.0 if problem.framework.megatron_layers or problem.timings.has_kernels else general.own_layers**2
     hardest = usual + _HARD_SHARE**2 * squares[1 : 1 + len(HARD)].max()
     apart = calibration.experts_time_spread is not None and problem.model.moe is not None
     variances = calibration.time_spreads[[(name == "experts_time_spread") == apart for name in TIME_SPREADS]] ** 2

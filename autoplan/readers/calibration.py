@@ -64,7 +64,7 @@ def calibration_among(
         blocks=tuple(sorted({block for calibration in similar for block in calibration.blocks})),
         precisions=tuple(sorted({precision for calibration in similar for precision in calibration.precisions})),
         most_devices=max(calibration.most_devices for calibration in similar),
-        unseen=("framework",) * is_similar + ("generation",) * is_new,
+        unseen=("framework",) * is_similar + ("generation",) * is_new + ("device",) * (generation not in under_any),
         memory_spread=base.memory_spread,
         sources=base.sources,
     )

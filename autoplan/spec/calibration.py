@@ -64,7 +64,7 @@ class Calibration:
     most_devices: int = 0  # 0: any number
     # Share of a step outside of kernels, without bubbles, up to which plans resemble the runs: their 95 % quantile.
     exposed_share: float = 1.0
-    unseen: tuple[str, ...] = ()  # aspects of a whole problem that no run covers: "framework" or "generation"
+    unseen: tuple[str, ...] = ()  # aspects of a whole problem that no run covers: `cost.spreads.ABOUT_PROBLEM`
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
     fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept

@@ -309,6 +309,8 @@ class Framework:
     lacks: tuple[str, ...] = ()
     # Of the options that few frameworks have, those that this version has, where not all that its rules allow.
     offers: tuple[str, ...] | None = None
+    # Its layers are Megatron-LM's, or a fork's; those of other code are predicted less well (`cost/spreads.py`).
+    megatron_layers: bool = True
     interleaves_mamba: bool = True  # whether a pipeline of a model with Mamba layers may have several chunks a rank
     rules: str = "megatron-lm"  # the folder whose rules decide which plans it admits, by its name in the registry
     rank_orders: tuple[RankOrder, ...] = (RankOrder.DP_BEFORE_PP,)  # that it can number its ranks in, its default first
