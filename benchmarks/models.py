@@ -4,8 +4,8 @@ usage: python benchmarks/models.py [--report FILE]
 
 Every type's class is built with its default configuration on tensors without data, and its parameters are compared with
 those of the model that its config.json is read as; so are the operations of a forward pass of text, which torch counts,
-where transformers runs it without data, and of some types the bytes that a layer keeps.  What is refused is told with
-the refusal.  Needs torch and transformers.
+where transformers runs it without data, and of some types the bytes that a layer keeps, with adapters too.  What is
+refused is told with the refusal.  Needs torch, transformers and PEFT.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import transformers
-from layer_bytes import KINDS, excess
+from layer_bytes import ADAPTERS, KINDS, PAIRS, excess
 from reports import make_parser, write_report
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto.modeling_auto import (
@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import (
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import attention_context, count_parameters, model_flops_per_token
 from autoplan.readers.huggingface import read_huggingface
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import ATTENTION_BLOCKS, Block, ModelSpec
 
 CLOSE = 0.001  # relative: parameters that agree
@@ -169,7 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
         compared = list(rows(auto_class, kinds, counts_operations=name in COUNTED))
         lines += _described(name, compared)
         differs |= any(row.differs or row.works_otherwise for row in compared)
-    lines += _kept()
+    lines += [*_kept(), *_kept(ADAPTERS)]
     lines += ["operations not compared", *(f"other work  {kind}: {work}" for kind, work in OTHER_WORK.items())]
     print("\n".join(lines))
     if options.report:
@@ -177,12 +178,13 @@ def main(arguments: list[str] | None = None) -> int:
     return int(differs)
 
 
-def _kept() -> list[str]:
+def _kept(finetuning: FineTuning | None = None) -> list[str]:
     """Lines that say how far the bytes kept by a layer are off."""
-    kept = {kind: excess(kind) for kind in KINDS}
+    kept = {kind: excess(kind, finetuning) for kind in (*KINDS, *PAIRS)}
     num_close = sum(abs(share) <= CLOSE_BYTES for share in kept.values())
+    beside = " with PEFT's adapters on all linear layers" if finetuning else ""
     return [
-        f"bytes kept by a layer compared for {len(kept)}, of {num_close} within {CLOSE_BYTES:.0%}",
+        f"bytes kept by a layer{beside} compared for {len(kept)}, of {num_close} within {CLOSE_BYTES:.0%}",
         "kept     " + " ".join(f"{kind} {share:+.1%}" for kind, share in kept.items()),
     ]
 

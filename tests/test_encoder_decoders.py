@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,11 +17,12 @@ from autoplan.api.problem import make_problem
 from autoplan.base.errors import InputError
 from autoplan.cost.collectives.traffic import transfers
 from autoplan.cost.estimate import estimate
-from autoplan.cost.kernels.arithmetic import count_parameters, model_flops_per_token
+from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters, model_flops_per_token
 from autoplan.cost.kernels.block_shapes import block_shapes, layer_shapes
 from autoplan.cost.memory.recompute import activation_parts, whole_bytes
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES
+from autoplan.readers.finetuning import load_finetuning
 from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.finetuning import FineTuning
@@ -230,6 +233,62 @@ def test_tensor_parallel_ranks_sum_the_gradients_of_what_is_encoded(flan: ModelS
     assert sums == 2 * (24 + 2 * 48)
 
 
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        *(("t5", targets) for targets in (("q", "v"), ("k", "o", "wi", "wo"), ("all-linear",))),
+        *(("bart", targets) for targets in (("q_proj", "v_proj"), ("out_proj", "fc1", "fc2"), ("all-linear",))),
+        *(("whisper", targets) for targets in (("q_proj", "v_proj"), ("all-linear",))),
+        *(("t5gemma", ("all-linear",)), ("florence2", ("q_proj", "v_proj"))),
+    ],
+)
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapters_of_both_stacks_have_the_parameters_of_peft(kind: str, targets: tuple[str, ...], dora: bool) -> None:
+    torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
+    names = targets[0] if targets == ("all-linear",) else list(targets)
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model, spec = _built(kind, {})
+        model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules=names, use_dora=dora))
+    trained = sum(own.numel() for own in model.parameters() if own.requires_grad)
+    assert count_trained_parameters(spec, FineTuning(rank=8, targets=targets, dora=dora)) == trained
+
+
+def test_adapters_cost_less_than_all_weights_in_both_stacks(flan: ModelSpec) -> None:
+    """Frozen matrices have no weight gradients, states and gradients, but a backward pass."""
+    adapters = FineTuning(rank=8, targets=("q", "v"))
+    full, adapted, four_bits = (
+        make_problem(flan, cluster="a100-sxm:1x8", seq_len=512, framework="transformers", finetune=tuning)
+        for tuning in (None, adapters, replace(adapters, quantization="nf4"))
+    )
+    assert _step(adapted, ZERO3)[1] < _step(full, ZERO3)[1]
+    assert _step(adapted, ZERO3)[0] < _step(full, ZERO3)[0]
+    assert _step(adapted, ZERO3)[0] < _step(four_bits, ZERO3)[0]
+    flops, of_full = model_flops_per_token(flan, 512, adapters), model_flops_per_token(flan, 512)
+    assert 0.66 < flops / of_full < 0.78
+    with pytest.raises(InputError, match=r"has no module in_proj: its linear layers are .*wi"):
+        make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, finetune=FineTuning(rank=8, targets=("in_proj",)))
+
+
+def test_adapters_of_an_encoder_decoder_are_exported_as_peft_has_them(flan: ModelSpec, tmp_path: Path) -> None:
+    speech = {**SMALL_BART, "model_type": "whisper", "is_encoder_decoder": True, "max_source_positions": 1500}
+    whisper = read_huggingface({**speech, "num_mel_bins": 80}, "whisper")
+    for model, targets, task, written in (
+        (flan, ("q", "wi_0"), "SEQ_2_SEQ_LM", ["q", "wi_0"]),
+        (flan, ("q_proj", "v_proj"), "SEQ_2_SEQ_LM", None),
+        (whisper, ("q_proj", "v_proj"), None, ["q_proj", "v_proj"]),
+    ):
+        tuned = FineTuning(rank=8, targets=targets)
+        found = autoplan.estimate(
+            *(model,), cluster="h100-sxm:1x8", global_batch=64, seq_len=256, framework="transformers", finetune=tuned,
+            plan={"sharding": "zero3"},
+        )  # fmt: skip
+        text = autoplan.export(found, to="accelerate").texts["adapter_config.json"]
+        table = json.loads(text)
+        assert (table["task_type"], table["target_modules"], table["exclude_modules"]) == (task, written, None)
+        (tmp_path / "adapter_config.json").write_text(text)
+        assert load_finetuning(str(tmp_path)) == tuned
+
+
 def test_what_is_not_priced_is_refused(flan: ModelSpec) -> None:
     with pytest.raises(InputError, match="cross attention with pp 2, cp 1 and tp 1: only pp 1 and cp 1 are priced"):
         check_legal(
@@ -239,8 +298,6 @@ def test_what_is_not_priced_is_refused(flan: ModelSpec) -> None:
             ParallelPlan(global_batch=64, micro_batch=8, pp=2, dp_shard=4),
             "any",
         )
-    with pytest.raises(InputError, match="adapters beside the cross attention of flan-t5-large are not priced"):
-        make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, finetune=FineTuning(rank=8))
     with pytest.raises(InputError, match="--images, --image-tokens and --encoder-ranks need a model with images"):
         make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, images=1)
     with pytest.raises(InputError, match="--encoder-len needs a model with cross attention"):

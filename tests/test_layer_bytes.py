@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
-from layer_bytes import KINDS, SEQ_LEN, excess, kept_bytes
+from layer_bytes import ADAPTERS, KINDS, PAIRS, SEQ_LEN, excess, kept_bytes
 from saved_bytes import saved_sizes
 
 from autoplan.readers.huggingface import read_huggingface
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, *PAIRS])
 def test_two_more_layers_keep_what_is_said(kind: str) -> None:
     pytest.importorskip("torch"), pytest.importorskip("transformers")
     assert excess(kind) == pytest.approx(0.0, abs=0.05)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *PAIRS])
+def test_two_more_layers_beside_adapters_of_peft_keep_what_is_said(kind: str) -> None:
+    pytest.importorskip("torch"), pytest.importorskip("peft")
+    assert excess(kind, ADAPTERS) == pytest.approx(0.0, abs=0.05)
+
+
+@pytest.mark.parametrize("targets", [("q", "v"), ("k", "wo"), ("o", "wi")])
+def test_inputs_of_matrices_without_an_adapter_are_not_kept(targets: tuple[str, ...]) -> None:
+    pytest.importorskip("torch"), pytest.importorskip("peft")
+    assert excess("t5", replace(ADAPTERS, targets=targets)) == pytest.approx(0.0, abs=0.05)
+
+
+def test_adapters_keep_what_dropout_leaves() -> None:
+    pytest.importorskip("torch"), pytest.importorskip("peft")
+    assert excess("bart", replace(ADAPTERS, dropout=0.1)) == pytest.approx(0.0, abs=0.05)
 
 
 @pytest.mark.parametrize("activation", ["relu", "gated-silu", "gated-gelu"])

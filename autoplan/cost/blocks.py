@@ -55,7 +55,6 @@ from autoplan.cost.pipeline.layout import repeats_beside
 from autoplan.cost.recompute_times import selective_s
 from autoplan.spec.axes import KERNEL_AXES
 from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
-from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
@@ -135,10 +134,10 @@ def _hiding_experts_s(model: ModelSpec, costs: dict[Block, BlockCost]) -> Floats
 
 def _encoder_costs(problem: Problem, batch: PlanBatch, links: Links) -> dict[Block, BlockCost]:
     """Cost of an encoder's blocks, without backward pass if frozen; embedding and projector are < 1 % of a step."""
-    encoding, finetuning = problem.of_encoder, problem.training.finetuning
+    encoding = problem.of_encoder
     if encoding is None:
         return {}
-    is_trained = 1.0 if finetuning is None or finetuning.trains(ENCODER) else 0.0
+    is_trained = float(problem.trains_encoder)
     again, none = is_trained * repeats_beside(batch), np.zeros(len(batch))
     return {
         ENCODER_BLOCKS[block]: replace(

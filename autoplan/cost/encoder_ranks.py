@@ -21,7 +21,6 @@ from autoplan.cost.stages import lay_out
 from autoplan.cost.step import LaidOutPipelines, end_terms, makespan
 from autoplan.cost.uneven_images import Encoding, images_waiting_s
 from autoplan.spec.enums import Schedule
-from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -83,8 +82,7 @@ def encoder_ranks(problem: Problem, batch: PlanBatch) -> EncoderRanks | None:
         return None
     plans = _plans_of_encoder(problem, batch)
     laid = lay_out(own, plans, 1)
-    pipelines, finetuning = LaidOutPipelines.plain(own, laid), problem.training.finetuning
-    is_trained = 1.0 if finetuning is None or finetuning.trains(ENCODER) else 0.0
+    pipelines, is_trained = LaidOutPipelines.plain(own, laid), float(problem.trains_encoder)
     in_flight = np.minimum(plans.num_microbatches, batch.pp + 1)
     longest = problem.at_longest.of_encoder_apart
     assert longest is not None

@@ -11,7 +11,14 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode, is_file, is_folder, parse_yaml, read_table, read_text
 from autoplan.base.values import parse_count
 from autoplan.readers.preference import of_rl, of_stage
-from autoplan.spec.finetuning import ALL_LINEAR, DEFAULT_TARGETS, QUANTIZED_BYTES, FineTuning, Quantization
+from autoplan.spec.finetuning import (
+    ALL_LINEAR,
+    BESIDE_TEXT,
+    DEFAULT_TARGETS,
+    QUANTIZED_BYTES,
+    FineTuning,
+    Quantization,
+)
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 from autoplan.spec.preference import LOSSES, Preference, what_several_models_need
 
@@ -245,7 +252,10 @@ def _from_peft(table: dict[str, Any], where: str) -> FineTuning:
         raise InputError(f"{where}: peft_type {str(table['peft_type'])[:30]!r} is not priced: only LORA is")
     nothing: tuple[Any, ...] = ([], {}, "", False)
     keys = ("layers_to_transform", "rank_pattern", "target_parameters", "trainable_token_indices", "exclude_modules")
-    _refuse(table, dict.fromkeys(keys, nothing) | {"bias": ("none",)}, where)
+    # Adapters are priced in the text model, not beside it.
+    _refuse(
+        table, dict.fromkeys(keys, nothing) | {"bias": ("none",), "exclude_modules": (*nothing, BESIDE_TEXT)}, where
+    )
     targets = table.get("target_modules")
     if isinstance(targets, str) and targets != ALL_LINEAR:
         raise InputError(f"{where}: target_modules is a pattern, which is not read: list the modules, or {ALL_LINEAR}")

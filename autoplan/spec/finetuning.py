@@ -7,12 +7,14 @@ frozen matrix says so and an adapter is two matrices of its own.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count
+from autoplan.spec.model import ModelSpec
 
 MAX_RANK = 65536
 ALL_LINEAR = "all-linear"
@@ -95,15 +97,17 @@ _ALIASES = {
     "output_layer": HEAD,
     **dict.fromkeys(("vision_tower", "vision_model", "visual"), ENCODER),  # as transformers' models call it
 }
+# Pattern of the modules beside the text model in transformers' models with images, which have one of these words.
+BESIDE_TEXT = r".*(vision|visual|image|audio|projector|connector|qformer|aligner|abstractor).*"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FineTuning:
     """Training of a part of a model: adapters on frozen weights where `rank` is given, else all but what is `frozen`.
 
-    `targets` are the matrices with adapters, none of them in an encoder of images; `saved_modules` are embedding or
-    head, trained whole beside them, of which the frozen original stays (PEFT's `modules_to_save`).  Weights of the
-    layers are held as `quantization` says.
+    `targets` are the matrices with adapters, in both stacks of an encoder-decoder and none in an encoder of images;
+    `saved_modules` are embedding or head, trained whole beside them, of which the frozen original stays (PEFT's
+    `modules_to_save`).  Weights of the layers are held as `quantization` says.
     """
 
     rank: int | None = None
@@ -170,8 +174,24 @@ class FineTuning:
         return self.quantization in ("int8", "nf4", "nf4-dq")
 
     def trains(self, end: str) -> bool:
-        """Return whether embedding, head or encoder is trained."""
+        """Return whether embedding or head is trained, or all of the encoder."""
         return end in self.saved_modules if self.has_adapters else end not in self.frozen
+
+    def in_encoder(self, model: ModelSpec) -> FineTuning | None:
+        """Return the fine-tuning of the encoder's layers, which has no targets if they are frozen; None: full."""
+        if self.has_adapters and model.cross_attention:
+            return self
+        if self.trains(ENCODER):
+            return None
+        frozen = copy.copy(self)
+        for name, value in (("rank", self.rank or 1), ("targets", ()), ("frozen", ())):
+            object.__setattr__(frozen, name, value)
+        return frozen
+
+    def reaches_encoder(self, model: ModelSpec) -> bool:
+        """Return whether the encoder has a backward pass."""
+        own = self.in_encoder(model)
+        return own is None or bool(own.targets)
 
     def __str__(self) -> str:
         if self.rank is None:

@@ -311,6 +311,8 @@ class ModelSpec:
     # layer norm: 2 of what it has normalised, in fp32 (Gemma), of its input beside an fp32 copy (T5), or of that copy
     # alone (OLMo); 10 of a layer norm that is written out in fp32 (Cohere).
     norm_extra_bytes: int = 0
+    # The same where its weights are frozen, beyond Llama's fp32 copy: 2 of its input (T5), 4 of a difference (Cohere).
+    norm_extra_frozen_bytes: int = 0
     narrow_softmax: bool = False  # written out, attention has its softmax in 16 bits, not in fp32 (BERT, T5)
     norm_bias: bool = True  # of a layernorm; an rmsnorm has none
     norm_weights: bool = True  # False: norms scale nothing (OLMo)
@@ -406,6 +408,7 @@ class ModelSpec:
         check_count("attention_streams", self.attention_streams, at_most=2)
         check_count("token_types", self.token_types, at_least=0, at_most=10**4)
         check_count("norm_extra_bytes", self.norm_extra_bytes, at_least=0, at_most=20)
+        check_count("norm_extra_frozen_bytes", self.norm_extra_frozen_bytes, at_least=0, at_most=20)
         check_not_negative("activation_tensors", self.activation_tensors)
         check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
         if self.bidirectional and (self.linear_attention or "M" in (self.layer_pattern or "")):

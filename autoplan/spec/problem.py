@@ -177,11 +177,16 @@ class Problem:
             document_len=None if training.stores_scores or not alone else min(alone, self.encoder_len),
             lengths=None,
             images=None,
-            finetuning=None,
+            finetuning=training.finetuning and training.finetuning.in_encoder(self.model),
             preference=None,
         )
         object.__setattr__(other, "training", encoder_training)
         return other
+
+    @property
+    def trains_encoder(self) -> bool:
+        """Return whether the encoder has a backward pass."""
+        return self.training.finetuning is None or self.training.finetuning.reaches_encoder(self.model)
 
     def attending(self, block: Block) -> Problem:
         """The problem with the sizes of attention that the model has in a block."""

@@ -33,7 +33,6 @@ from autoplan.cost.network.links import Links
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside, stage_blocks
 from autoplan.cost.pipeline.order import rank_of_chunks
 from autoplan.cost.recompute_times import resent_share
-from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -159,8 +158,8 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
         if np.any(passes.forward):
             yield from _counted(_of_block(problem, batch, block, shape), passes, stages)
     if (encoding := problem.of_encoder) is not None:
-        backward = 1.0 if finetuning is None or finetuning.trains(ENCODER) else 0.0
-        for block, shape in layer_shapes(encoding.model).items():
+        backward = float(problem.trains_encoder)
+        for block, shape in layer_shapes(encoding.model, encoding.training.finetuning).items():
             count = float(plan.num_microbatches) * blocks.count[ENCODER_BLOCKS[block]][0]
             again = count * backward * repeats_beside(batch)
             passes = Passes(forward=count, backward=backward * count, repeated=again)

@@ -16,8 +16,8 @@ def is_in(shapes: Mapping[Block, BlockShape], model: ModelSpec, target: Target) 
     return has_part and any(linear.name == target.linear for shape in shapes.values() for linear in shape.linears)
 
 
-def with_adapters(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -> tuple[BlockShape, set[str]]:
-    """Return (the block with frozen weights and two matrices per target, the targets that it contains)."""
+def with_adapters(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -> BlockShape:
+    """Return the block with frozen weights and two matrices per target."""
     linears = []
     for linear in shape.linears:
         frozen = replace(linear, is_frozen=True)
@@ -25,31 +25,28 @@ def with_adapters(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -
             frozen = replace(frozen, weight_bytes=finetuning.weight_bytes, saves_input=finetuning.saves_inputs)
         linears.append(frozen)
     adapters: list[Linear] = []
-    names: set[str] = set()
     magnitudes = 0
     for linear in shape.linears:
-        parts = _targeted_parts(model, linear, finetuning.targets)
-        names |= {name for name, _ in parts}
-        for part in dict.fromkeys(part for _, part in parts):
+        for part in dict.fromkeys(_targeted_parts(model, linear, finetuning.targets)):
             pair = _adapter(linear, _part(linear, part), part, finetuning.rank or 0)
             adapters += pair
-            magnitudes += pair[1].copies * pair[1].out_size if finetuning.dora else 0
-    changed = replace(
+            if finetuning.dora and not linear.is_shared:
+                magnitudes += pair[1].copies * pair[1].out_size
+    return replace(
         shape,
         linears=(*linears, *adapters),
         is_frozen=True,
         drops_inputs=finetuning.dropout > 0,
         num_magnitudes=magnitudes,
     )
-    return changed, names
 
 
 # PEFT's "all-linear" omits the head; routers are plain parameters, not linear modules, in current transformers.
 NEVER_ADAPTED = ("router", "shared_gate")
 
 
-def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return (target, part of the matrix) for every part of a block's matrix that gets an adapter."""
+def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) -> list[str]:
+    """Return the parts of a block's matrix that get an adapter."""
     if linear.name in NEVER_ADAPTED:
         return []
     pieces: tuple[str, ...] = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}.get(linear.name, ("",))
@@ -58,10 +55,10 @@ def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) 
     targeted = []
     for name in targets:
         if name == ALL_LINEAR:
-            targeted += [(name, piece) for piece in pieces]
+            targeted += pieces
         for target in MODULES.get(name, ()):
             if target.linear == linear.name and (not target.part or target.part in pieces):
-                targeted.append((name, target.part))
+                targeted.append(target.part)
     return targeted
 
 

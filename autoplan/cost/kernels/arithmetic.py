@@ -11,7 +11,7 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.block_shapes import block_shapes, layer_shapes, norm_parameters, norm_vectors, relative_table
 from autoplan.cost.kernels.linears import Linear
 from autoplan.spec.finetuning import EMBEDDING, ENCODER, HEAD, FineTuning
-from autoplan.spec.model import ATTENTION_BLOCKS, Block, Encoder, ModelSpec
+from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, Encoder, ModelSpec
 
 # Tokens per chunk in the kernels of a gated delta net: CHUNK_SIZE of flash-linear-attention
 # (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.
@@ -75,7 +75,10 @@ def count_trained_parameters(model: ModelSpec, finetuning: FineTuning) -> int:
         block: shape.num_magnitudes + sum(linear.num_parameters for linear in shape.linears if linear.adapts)
         for block, shape in shapes.items()
     }
-    return total + sum(adapters[block] for layer in model.layers for block in layer)
+    encoder = model.encoder.layers.layers if model.encoder else ()
+    blocks = [block for layer in model.layers for block in layer]
+    blocks += [ENCODER_BLOCKS[block] for layer in encoder for block in layer]
+    return total + sum(adapters[block] for block in blocks)
 
 
 def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool = False) -> int:
@@ -157,10 +160,8 @@ def model_flops_per_token(
     forward += 2 * _weights_at_ends(model)
     if finetuning is not None and not finetuning.trains(HEAD):
         spared += 2 * model.hidden_size * logits * (1 + model.num_mtp_layers)
-    encoding = _encoder_flops_per_token(model, seq_len)
-    forward += encoding
-    if finetuning is not None and not finetuning.trains(ENCODER):
-        spared += 2 * encoding  # nothing before it is trained, so it has no backward pass
+    encoding, spared_encoding = _encoder_flops_per_token(model, seq_len, finetuning)
+    forward, spared = forward + encoding, spared + spared_encoding
     return (4 if runs_reference else 3) * forward - spared
 
 
@@ -191,24 +192,34 @@ def _core_flops_per_token(model: ModelSpec, block: Block, seq_len: float) -> flo
     return flops
 
 
-def _encoder_flops_per_token(model: ModelSpec, seq_len: float) -> float:
-    """Forward operations for the images of a sample, per token of text and images together."""
+def _encoder_flops_per_token(
+    model: ModelSpec, seq_len: float, finetuning: FineTuning | None = None
+) -> tuple[float, float]:
+    """Operations for the images or source of a sample, per token of the text model: (forward, spared when frozen).
+
+    Spared are those of the backward pass, which takes twice the forward pass where all is trained.
+    """
     encoder = model.any_encoder
     if encoder is None:
-        return 0.0
-    layers, shapes = encoder.layers, layer_shapes(encoder.layers)
-    positions = encoder.positions(seq_len)
-    weights = 1.0 * layers.vocab_size * layers.hidden_size * (encoder.embedding == "matrix") + _weights_at_ends(layers)
-    weights += sum(
-        _visited_share(layers, linear) * linear.num_weights
-        for layer in layers.layers
-        for block in layer
-        for linear in shapes[block].linears
-    )
+        return 0.0, 0.0
+    layers, own = encoder.layers, finetuning and finetuning.in_encoder(model)
+    positions, shapes = encoder.positions(seq_len), layer_shapes(layers, own)
+    ends = 1.0 * layers.vocab_size * layers.hidden_size * (encoder.embedding == "matrix") + _weights_at_ends(layers)
+    weights, frozen = ends, ends * (own is not None)
+    for layer in layers.layers:
+        for block in layer:
+            for linear in shapes[block].linears:
+                visited = _visited_share(layers, linear) * linear.num_weights
+                weights, frozen = weights + visited, frozen + visited * linear.is_frozen
     scores = sum(_core_flops_per_token(layers, block, positions) for layer in layers.layers for block in layer) / 2
     projector = sum(inputs * outputs for inputs, outputs in encoder.projector)
-    per_image = 2.0 * (positions * (weights + scores) + (encoder.image_tokens or positions) * projector)
-    return encoder.images * per_image / seq_len
+    forward, spared = (
+        2.0 * encoder.images / seq_len * (positions * part + (encoder.image_tokens or positions) * projected)
+        for part, projected in ((weights + scores, projector), (frozen, projector * (own is not None)))
+    )
+    if finetuning is not None and not finetuning.reaches_encoder(model):
+        spared = 2.0 * forward
+    return forward, spared
 
 
 def mamba_scan_flops_per_token(model: ModelSpec) -> float:

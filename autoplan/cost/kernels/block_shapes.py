@@ -12,7 +12,7 @@ from functools import lru_cache
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.adapted_shapes import is_in, with_adapters
 from autoplan.cost.kernels.linears import ADDED, BlockShape, Linear, Split
-from autoplan.spec.finetuning import ENCODER, MODULES, FineTuning
+from autoplan.spec.finetuning import ALL_LINEAR, MODULES, FineTuning
 from autoplan.spec.model import ENCODER_BLOCKS, Block, LatentAttention, ModelSpec
 
 
@@ -234,7 +234,10 @@ _SHAPES = {
 @lru_cache(maxsize=256)
 def block_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> Mapping[Block, BlockShape]:
     """Shapes of the model's blocks with the adapters of `finetuning`; InputError if a target is not a matrix."""
-    return layer_shapes(model, finetuning) | _encoder_shapes(model, finetuning)
+    shapes = layer_shapes(model, finetuning) | _encoder_shapes(model, finetuning)
+    if finetuning is not None and finetuning.has_adapters:
+        _check_targets(model, shapes, finetuning)
+    return shapes
 
 
 def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict[Block, BlockShape]:
@@ -244,18 +247,20 @@ def layer_shapes(model: ModelSpec, finetuning: FineTuning | None = None) -> dict
     shapes = {kind: _with_additions(model, kind, _of_low_rank(model, _SHAPES[kind](model))) for kind in kinds}
     if finetuning is None or not finetuning.has_adapters:
         return shapes
-    if model.cross_attention or model.shared_layers or model.low_rank:
-        part = "the cross attention" if model.cross_attention else "the shared layers"
-        part = "the matrices of low rank" if model.low_rank else part
+    if model.shared_layers or model.low_rank:
+        part = "the matrices of low rank" if model.low_rank else "the shared layers"
         raise InputError(f"adapters beside {part} of {model.name} are not priced: train all weights")
-    adapted = {kind: with_adapters(model, shape, finetuning) for kind, shape in shapes.items()}
-    adapted_names = {name for _, names in adapted.values() for name in names}
-    if missing := [name for name in finetuning.targets if name not in adapted_names]:
-        modules = sorted(
-            {name for name, targets in MODULES.items() if any(is_in(shapes, model, target) for target in targets)}
-        )
-        raise InputError(f"model {model.name} has no module {missing[0]}: its linear layers are {', '.join(modules)}")
-    return {kind: shape for kind, (shape, _) in adapted.items()}
+    return {kind: with_adapters(model, shape, finetuning) for kind, shape in shapes.items()}
+
+
+def _check_targets(model: ModelSpec, shapes: Mapping[Block, BlockShape], finetuning: FineTuning) -> None:
+    """Raise an error for a target that is no matrix of the blocks with these shapes."""
+    for name in finetuning.targets:
+        if name != ALL_LINEAR and not any(is_in(shapes, model, target) for target in MODULES[name]):
+            known = {name for name, targets in MODULES.items() if any(is_in(shapes, model, each) for each in targets)}
+            raise InputError(
+                f"model {model.name} has no module {name}: its linear layers are {', '.join(sorted(known))}"
+            )
 
 
 def _of_low_rank(model: ModelSpec, shape: BlockShape) -> BlockShape:
@@ -287,12 +292,5 @@ def _with_additions(model: ModelSpec, block: Block, shape: BlockShape) -> BlockS
 def _encoder_shapes(model: ModelSpec, finetuning: FineTuning | None) -> dict[Block, BlockShape]:
     if model.encoder is None:
         return {}
-    shapes = layer_shapes(model.encoder.layers)
-    if finetuning is not None and not finetuning.trains(ENCODER):
-        shapes = {block: _frozen(shape) for block, shape in shapes.items()}
+    shapes = layer_shapes(model.encoder.layers, finetuning and finetuning.in_encoder(model))
     return {ENCODER_BLOCKS[block]: shape for block, shape in shapes.items()}
-
-
-def _frozen(shape: BlockShape) -> BlockShape:
-    linears = tuple(replace(linear, is_frozen=True) for linear in shape.linears)
-    return replace(shape, linears=linears, is_frozen=True)

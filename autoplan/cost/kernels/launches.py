@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, add_up
-from autoplan.cost.kernels.block_shapes import block_shapes
+from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.sizes import pads_experts
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule
@@ -104,7 +104,7 @@ def _adapter_parts(problem: Problem, batch: PlanBatch, block: Block) -> list[tup
     """Return (kernels, how often each plan launches them) for the adapters and quantised matrices of a block."""
     finetuning = problem.training.finetuning
     assert finetuning is not None
-    linears = block_shapes(problem.model, finetuning)[block].linears
+    linears = layer_shapes(problem.model, finetuning)[block].linears
     once, local = np.ones(len(batch)), 1.0 / batch.ep
     adapters, quantised = (
         add_up(local * linear.copies if linear.is_expert else once for linear in chosen) + 0.0 * once

@@ -15,7 +15,6 @@ from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_beside
 from autoplan.cost.pipeline.order import PipelineShape, chunks_of_ranks, live_chunks
 from autoplan.spec.enums import Schedule
-from autoplan.spec.finetuning import ENCODER
 from autoplan.spec.model import ENCODER_BLOCKS, Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
@@ -130,10 +129,10 @@ def block_bytes(problem: Problem, batch: PlanBatch, parts: dict[Block, Parts]) -
     """
     freed = offloaded_blocks(problem, batch, parts)
     kept = {block: kept_bytes(problem, batch, own) - freed[block].freed_bytes for block, own in parts.items()}
-    encoding, finetuning = problem.of_encoder, problem.training.finetuning
+    encoding = problem.of_encoder
     if encoding is None:
         return kept
-    is_trained = 1.0 if finetuning is None or finetuning.trains(ENCODER) else 0.0
+    is_trained = float(problem.trains_encoder)
     for block, own in block_bytes(encoding, batch, layer_parts(encoding, batch)).items():
         size = np.where(repeats_beside(batch), stored_bytes(encoding, batch), own)
         kept[ENCODER_BLOCKS[block]] = is_trained * size

@@ -121,7 +121,7 @@ def _parts_behind_norm(problem: Problem, batch: PlanBatch, block: Block, shape: 
     if block is Block.CONVOLUTION:
         # The projection, input and output of the convolution, and the input of the last matrix.
         return {None: element * tokens * 6 * model.hidden_size / batch.tp}
-    width = bytes_per_width(problem, batch, keeps_input=shape.keeps_input("fc2"))
+    width = bytes_per_width(problem, batch, keeps_input=shape.keeps_input("fc2"), is_frozen=shape.is_frozen)
     return {RecomputeModule.MLP: width * tokens * model.ffn_size / batch.tp}
 
 
@@ -180,9 +180,9 @@ def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
     """Bytes that an unfused norm stores per token and hidden element beyond its input and output.
 
     The normalised values are stored only for the gradient of the norm's weight; if that is frozen, only the fp32 copy
-    of the input is stored.  When training in fp32 only the normalised values are stored, as the input is no copy.
-    Torch's layer norm is one kernel, which stores two numbers per token; only an RMSNorm, and a layer norm that a model
-    writes out, consists of several operations.
+    of the input is stored, or what else a make of norm computes from.  When training in fp32 only the normalised values
+    are stored, as the input is no copy.  Torch's layer norm is one kernel, which stores two numbers per token; only an
+    RMSNorm, and a layer norm that a model writes out, consists of several operations.
     """
     if not problem.model.writes_out_norms:
         return 0.0
@@ -196,8 +196,8 @@ def eager_norm_bytes(problem: Problem, *, is_frozen: bool = False) -> float:
         norm_bytes = 0.0
     if is_frozen:
         norm_bytes = WIDE_BYTES - problem.training.element_bytes
-    elif problem.training.element_bytes < WIDE_BYTES:
-        norm_bytes += problem.model.norm_extra_bytes
+    if problem.training.element_bytes < WIDE_BYTES:
+        norm_bytes += problem.model.norm_extra_frozen_bytes if is_frozen else problem.model.norm_extra_bytes
     return 0.0 if (fused if chosen is None else chosen) else norm_bytes
 
 
@@ -245,9 +245,8 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         if model.partial_rope and is_eager:
             always_kept = always_kept + element * tokens * heads * model.v_head_dim
         if is_eager and model.qk_norm != "none":
-            always_kept = always_kept + (element + eager_norm_bytes(problem)) * tokens * model.qk_head_dim * (
-                heads + keys_per_query * kv_heads
-            )
+            norm_bytes = element + eager_norm_bytes(problem, is_frozen=shape.is_frozen)
+            always_kept = always_kept + norm_bytes * tokens * model.qk_head_dim * (heads + keys_per_query * kv_heads)
     if model.attention_output_gate:
         always_kept = always_kept + 2.0 * element * tokens * model.qk_head_dim * heads  # the gate and the gated output
     if stores_scores(problem):
@@ -273,23 +272,33 @@ def _attention_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 
 def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floats:
-    """Bytes per element of the attention output: the kernel stores it, and a quantised GEMM after it stores a copy."""
+    """Bytes per element of the attention output: a fused kernel stores it, and a quantised GEMM after it a copy.
+
+    Where scores are stored, only the GEMM needs it, for its weights or adapter.
+    """
     copy, stored = _input_bytes(problem, batch), _attention_bytes(problem, batch)
     if not shape.keeps_input("out"):
-        return stored
+        return 0.0 * stored if stores_scores(problem) else stored
     return stored + np.where(copy < problem.training.element_bytes, copy, 0.0)
 
 
 def bytes_per_width(
-    problem: Problem, batch: PlanBatch, *, keeps_input: bool = True, is_checkpointed: Bools | bool = False
+    problem: Problem,
+    batch: PlanBatch,
+    *,
+    keeps_input: bool = True,
+    is_frozen: bool = False,
+    is_checkpointed: Bools | bool = False,
 ) -> Floats:
     """Bytes of fc1's output (gate and up) and of fc2's input; an eager activation also stores its steps.
 
-    fc2's input is stored for the gradient of its weights or adapter, `keeps_input`.  A checkpoint of the activation
+    fc2's input is stored for the gradient of its weights or adapter, `keeps_input`, and what a trained activation
+    multiplies by its weights for their gradients (xIELU), unless it `is_frozen`.  A checkpoint of the activation
     stores its input as it is, whatever the activation would store.
     """
     model, is_fused, element = problem.model, problem.framework.kernels.fused_activation, problem.training.element_bytes
-    tensors = min(model.activation_tensors, 1) if is_fused else model.activation_tensors
+    tensors = model.activation_tensors - (is_frozen and model.activation_parameters > 0)
+    tensors = min(tensors, 1) if is_fused else tensors
     stored = np.where(batch.fp8_activation_input & ~np.asarray(is_checkpointed), NARROW_BYTES["fp8"], element)
     copy = _input_bytes(problem, batch)
     if model.gated_mlp:

@@ -8,7 +8,8 @@ from typing import Any
 from autoplan.frameworks.common.job import File
 from autoplan.frameworks.common.rules import Rule
 from autoplan.spec.enums import MainWeights
-from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.finetuning import ALL_LINEAR, BESIDE_TEXT, DEFAULT_TARGETS, FineTuning
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
 ADAPTERS, QUANTIZED = "adapter_config.json", "quantization_config.json"
@@ -57,7 +58,7 @@ def peft_files(plan_file: PlanFile) -> tuple[File, ...]:
     finetuning = plan_file.training.finetuning
     if finetuning is None or not finetuning.has_adapters:
         return ()
-    files = [File(name=ADAPTERS, text=json.dumps(_adapters(finetuning), indent=2) + "\n")]
+    files = [File(name=ADAPTERS, text=json.dumps(_adapters(finetuning, plan_file.model), indent=2) + "\n")]
     if quantized := _quantized(finetuning, plan_file.best.plan.precision):
         files.append(File(name=QUANTIZED, text=json.dumps(quantized, indent=2) + "\n"))
     return tuple(files)
@@ -76,20 +77,30 @@ def peft_duties(plan_file: PlanFile) -> list[str]:
     )
 
 
-def _adapters(finetuning: FineTuning) -> dict[str, Any]:
+def _adapters(finetuning: FineTuning, model: ModelSpec) -> dict[str, Any]:
     """PEFT's LoraConfig (peft/tuners/lora/config.py)."""
-    targets = list(finetuning.targets)
+    targets: list[str] | None = list(finetuning.targets)
+    if targets == list(DEFAULT_TARGETS) and (model.bidirectional or model.position_embedding == "relative"):
+        targets = None  # whose modules have other names (T5, BERT): PEFT takes those that it knows
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": _task_type(model),
         "r": finetuning.rank,
         "lora_alpha": finetuning.alpha,
         "lora_dropout": finetuning.dropout,
         "target_modules": ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        "exclude_modules": BESIDE_TEXT if model.any_encoder and not model.cross_attention else None,
         "use_dora": finetuning.dora,
         "modules_to_save": list(finetuning.saved_modules) or None,
         "bias": "none",
     }
+
+
+def _task_type(model: ModelSpec) -> str | None:
+    """Return PEFT's class of a model (peft/mapping.py); None is the one that takes any input, such as sound."""
+    if model.cross_attention:
+        return "SEQ_2_SEQ_LM" if model.encoder and model.encoder.embedding != "matrix" else None
+    return None if model.bidirectional else "CAUSAL_LM"
 
 
 def _quantized(finetuning: FineTuning, precision: str) -> dict[str, Any]:
