@@ -10,7 +10,7 @@ MAKEFLAGS += --jobs=2  # types are checked beside the tests
 
 search: $(VENV)/.runtime
 	$(BIN)/autoplan search examples/llama3-70b/config.json --cluster h100-sxm:16x8 --global-batch 512 --seq-len 8192 --force
-	$(BIN)/autoplan export plan.json --to megatron-lm --launcher torchrun --out launch --force
+	$(BIN)/autoplan export plan.json --to megatron-lm --out launch --force
 
 test: lint types contracts tests
 

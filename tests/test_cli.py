@@ -64,7 +64,7 @@ def test_a_search_answers_first_and_says_how_sure_it_is(searched: Path) -> None:
     )
     assert len(shown.splitlines()) <= 20
     assert "measure:  autoplan tune plan.json --command -- PROGRAM" in shown
-    assert "autoplan export plan.json --to megatron-lm --launcher torchrun" in shown
+    assert "autoplan export plan.json --to megatron-lm --out launch" in shown
     assert "\x1b" not in shown
     assert all(line == line.rstrip() for line in shown.splitlines())
 
@@ -172,7 +172,7 @@ def test_a_search_finds_a_plan_of_another_framework(
 ) -> None:
     done = run(folder, "search", "llama.json", *PLACE, "--framework", framework, *wishes, "--out", "other.json")
     assert done.returncode == 0, done.stderr
-    assert f"export other.json --to {framework} --launcher torchrun --out launch\n" in done.stdout
+    assert f"export other.json --to {framework} --out launch\n" in done.stdout
     best = json.loads((folder / "other.json").read_text())["best"]["plan"]
     assert best["sharding"] in sharding
     if framework == "torchtitan":
@@ -184,8 +184,8 @@ def test_a_search_finds_a_plan_of_another_framework(
 
 def test_a_file_is_replaced_with_force_only(searched: Path) -> None:
     before = (searched / "plan.json").read_text()
-    for name, changes in (("plan.json", ("--max-tp", "4")), ("llama.json", ("--out", "llama.json"))):
-        kept = run(searched, "search", "llama.json", *PLACE, *changes)
+    for name, changes in (("plan.json", ("--max-tp", "4")), ("llama.json", ())):
+        kept = run(searched, "search", "llama.json", *PLACE, *changes, "--out", name)
         assert kept.returncode == 1
         assert "time " in kept.stdout  # the answer comes first
         assert f"{name} contains something else and was kept: overwrite it with --force" in kept.stderr
@@ -205,9 +205,21 @@ def test_the_same_search_again_leaves_its_plan_file_as_it_is(searched: Path) -> 
     table = json.loads(before)
     for text in (json.dumps(table | {"reserve_bytes": 1e9}), before[:99]):
         (searched / "plan.json").write_text(text)
-        kept = run(searched, "search", "llama.json", *PLACE)
+        kept = run(searched, "search", "llama.json", *PLACE, "--out", "plan.json")
         assert (kept.returncode, "plan.json contains something else" in kept.stderr) == (1, True)
     (searched / "plan.json").write_text(before)
+
+
+def test_another_search_writes_beside_the_plan_of_the_first(searched: Path) -> None:
+    before = (searched / "plan.json").read_text()
+    says = "wrote plan-2.json: plan.json holds something else, which --force overwrites\n"
+    for last_line in (says, "plan-2.json is unchanged\n"):
+        other = run(searched, "search", "llama.json", *PLACE, "--fix", "tp=2")
+        assert (other.returncode, other.stderr) == (0, last_line)
+        assert "autoplan export plan-2.json --to megatron-lm --out launch\n" in other.stdout
+    assert json.loads((searched / "plan-2.json").read_text())["best"]["plan"]["tp"] == 2
+    assert "wrote plan-3.json" in run(searched, "search", "llama.json", *PLACE, "--fix", "tp=4").stderr
+    assert (searched / "plan.json").read_text() == before
 
 
 def test_other_mistakes_are_told_before_that_a_plan_file_is_there(searched: Path) -> None:

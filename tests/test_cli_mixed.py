@@ -65,7 +65,7 @@ def test_a_search_without_a_target_answers_with_what_the_usual_one_starts(search
         for name, words in (("usual", NODES), ("other", more))
     )
     assert (usual.returncode, other.returncode) == (0, 0), usual.stderr + other.stderr
-    assert "next:  autoplan export usual.json --to megatron-lm --launcher torchrun" in usual.stdout
+    assert "next:  autoplan export usual.json --to megatron-lm --out launch" in usual.stdout
     assert run(searched, "export", "usual.json", "--to", "megatron-lm").returncode == 0
     done = run(searched, "export", "other.json", "--to", "megatron-lm")
     assert done.returncode == 1

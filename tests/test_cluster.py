@@ -221,7 +221,7 @@ def test_a_cluster_file_may_name_a_shipped_device(tmp_path: Path) -> None:
         ('name = "lab"', 'name = ""', "name must be printable"),
         ('name = "lab"', 'name = "a\\nb"', "name must be printable"),
         ('name = "nvlink"', 'name = " "', "name must be printable"),
-        ("gb_per_s = 450.0", "gb_per_s = -300", "bandwidth_gb_per_s must be a positive finite number, got -300 (at"),
+        ("gb_per_s = 450.0", "gb_per_s = -300", "bandwidth_gb_per_s must be a positive finite number, got -300 in"),
         ("latency_us = 1.0", "latency_us = 0", "latency_us must be a positive finite number, got 0"),
         ("latency_us = 1.0", "latency_s = -1e-6", "latency_s must be a positive finite number, got -1e-06"),
         ("nic_gb_per_s = 50.0", "nic_gb_per_s = -1", "nic_gb_per_s must be a positive finite number, got -1"),
@@ -346,3 +346,17 @@ def test_a_device_has_a_number_of_nics_that_a_graph_can_hold() -> None:
     network = load_cluster("h100-sxm").network
     with pytest.raises(InputError, match="nics_per_device must be at most 64"):
         replace(network, nics_per_device=4294967296.0)
+
+
+def test_a_file_with_a_device_of_its_own_is_told_all_wrong_keys_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "box.toml"
+    device = '{name = "card", memory_gb = 24, bandwidth = 1008, peak_tflops = {bf16 = 165}}'
+    path.write_text(f'name = "box"\ngpus_per_node = 8\ndevice = {device}\nhost = {{memory = 512}}\n')
+    message = refusal(str(path))
+    for wrong in (
+        "'gpus_per_node' and missing devices_per_node",
+        "'memory' ",
+        "'memory_gb' (memory_gib?), 'bandwidth'",
+    ):
+        assert wrong in message
+    assert message.endswith(" and missing memory_gib, memory_bandwidth_gb_per_s in device")

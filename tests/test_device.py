@@ -62,12 +62,18 @@ def test_several_peaks_are_all_that_a_device_has() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"memory_gib": None, "peak_tflops": None}, "card.toml: missing memory_gib, peak_tflops at $"),
-        ({"memory_gib": None, "speed": 1, "color": 2}, "unknown keys 'speed', 'color' and missing memory_gib at $"),
-        ({"memory_gib": None, "memory_gb": 24}, "unknown key 'memory_gb' (memory_gib?) and missing memory_gib at $"),
-        ({"memory_gib": "24"}, "memory_gib must be a number, got '24'"),
-        ({"peak_tflops": {}}, "peak_tflops must be a table of numbers such as { bf16 = 312 }"),
-        ({"peak_tflops": 160}, "peak_tflops must be a table of numbers"),
+        ({"memory_gib": None, "peak_tflops": None}, "card.toml: missing memory_gib, peak_tflops"),
+        ({"memory_gib": None, "speed": 1, "color": 2}, "unknown keys 'speed', 'color' and missing memory_gib; known: "),
+        ({"memory_gib": None, "memory_gb": 24}, "unknown key 'memory_gb' (memory_gib?) and missing memory_gib"),
+        ({"memory_gib": "24"}, "memory_gib must be a positive number, got '24'"),
+        (
+            {"memory_gib": -24, "memory_bandwidth_gb_per_s": 0, "peak_tflops": {"bf17": 1}},
+            "memory_gib must be a positive number, got -24; "
+            "memory_bandwidth_gb_per_s must be a positive number, got 0; "
+            "peak_tflops must be of bf16, fp16, fp8, nvfp4, tf32, fp32, got bf17",
+        ),
+        ({"peak_tflops": {}}, "peak_tflops must be a table of positive numbers such as { bf16 = 312 }"),
+        ({"peak_tflops": 160}, "peak_tflops must be a table of positive numbers"),
         ({"based_on": "a101"}, "based_on names no built-in device: did you mean a10"),
         ({"memory_efficiency": 2}, "memory_efficiency must be above 0 and at most 1"),
         ({"visible_memory_gib": -1}, "visible_memory_gib must be a positive finite number, got -1"),

@@ -100,13 +100,30 @@ def test_one_quantity_in_two_units_is_refused() -> None:
 def test_an_unknown_key_is_refused_with_its_place_and_the_known_keys() -> None:
     message = refusal(ClusterSpec, {**CLUSTER, "network": {**CLUSTER["network"], "nic_gbps": 400}})
     assert "'nic_gbps'" in message
-    assert "$.network" in message
+    assert " in network" in message
     assert "nic_gb_per_s" in message
 
 
 def test_an_unknown_key_in_a_list_names_the_element() -> None:
     levels = [CLUSTER["levels"][0], {**CLUSTER["levels"][0], "num_devices": 16, "speed": 1}]
-    assert "$.levels[1]" in refusal(ClusterSpec, {**CLUSTER, "levels": levels})
+    assert "unknown key 'speed' in levels[1]" in refusal(ClusterSpec, {**CLUSTER, "levels": levels})
+
+
+def test_all_wrong_keys_are_named_at_once_and_so_are_all_wrong_values() -> None:
+    network = CLUSTER["network"]
+    message = refusal(ClusterSpec, {**CLUSTER, "nods": 2, "network": {**network, "nic_gbps": 400}})
+    assert "'nods' (nodes?)" in message
+    assert "'nic_gbps' (nic_gb_per_s?) in network" in message
+    wrong = {
+        "num_nodes": "4",
+        "network": {**network, "kind": "infinband", "nic_gb_per_s": "50"},
+        "host": {"memory_gib": 0},
+    }
+    message = refusal(ClusterSpec, {**CLUSTER, **wrong})
+    assert "Expected `int`, got `str` in num_nodes" in message
+    assert "network.kind must be one of infiniband" in message
+    assert "Expected `float`, got `str` in network.nic_gb_per_s" in message
+    assert "memory_gib must be a positive finite number, got 0 in host" in message
 
 
 @pytest.mark.parametrize("key", ["name", "memory_gib", "peak_tflops"])
@@ -175,7 +192,7 @@ def test_a_bad_value_deep_inside_names_its_place() -> None:
     levels = [{**CLUSTER["levels"][0], "efficiency": 1.5}]
     message = refusal(ClusterSpec, {**CLUSTER, "levels": levels})
     assert "efficiency must be above 0 and at most 1, got 1.5" in message
-    assert "$.levels[0]" in message
+    assert " in levels[0]" in message
 
 
 @pytest.mark.parametrize(
@@ -201,7 +218,7 @@ def test_a_trait_of_a_framework_out_of_range_is_refused(key: str, value: float) 
 
 
 PLACED: Any = [
-    ({"device": {**DEVICE, "memory_gib": -80}}, "memory_gib must be a positive finite number, got -80 (at $.device)"),
+    ({"device": {**DEVICE, "memory_gib": -80}}, "memory_gib must be a positive finite number, got -80 in device"),
     (
         {"device": {**DEVICE, "peak_tflops": {"bf16": -9.5}}},
         "peak_tflops.bf16 must be a positive finite number, got -9.5",
@@ -216,7 +233,7 @@ PLACED: Any = [
         {"levels": [{**CLUSTER["levels"][0], "kind": "nvlnk"}]},
         "levels[0].kind must be one of nvlink, xgmi, ethernet, pcie, shared_memory, got 'nvlnk'",
     ),
-    ({"host": {"memory_gib": 0}}, "memory_gib must be a positive finite number, got 0 (at $.host)"),
+    ({"host": {"memory_gib": 0}}, "memory_gib must be a positive finite number, got 0 in host"),
 ]
 
 
@@ -231,7 +248,7 @@ def test_each_of_two_tables_is_named_by_its_own_key() -> None:
     inner = {**CLUSTER["levels"][0], "num_devices": 2}
     outer = {**{key: value for key, value in inner.items() if key != "latency_us"}, "num_devices": 8, "latency_ms": -4}
     message = refusal(ClusterSpec, {**CLUSTER, "levels": [inner, outer]})
-    assert "latency_ms must be a positive finite number, got -4 (at $.levels[1])" in message
+    assert "latency_ms must be a positive finite number, got -4 in levels[1]" in message
 
 
 def test_bytes_per_element_of_a_framework_are_not_offered_in_gib() -> None:

@@ -422,3 +422,24 @@ def test_a_flood_of_unread_options_is_a_list_of_names(tmp_path: Path) -> None:
     printed = " ".join(done.stdout.split())
     assert "fused_mlp True two products are priced" in printed
     assert "setting_28, setting_29: not known here" in printed
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --array=0-3
+#SBATCH --gres=gpu:8
+TPS=(1 2 4 8)
+torchrun --nproc_per_node=8 pretrain_gpt.py --num-layers 2 --hidden-size 512 --num-attention-heads 8 --seq-length 512 \\
+  --vocab-size 32000 --max-position-embeddings 512 --tensor-model-parallel-size ${TPS[$SLURM_ARRAY_TASK_ID]} \\
+  --micro-batch-size 1 --global-batch-size 64 --bf16
+"""
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_script_of_a_slurm_array_asks_for_its_task_whatever_editor_wrote_it(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "array.sbatch"
+    path.write_bytes(SCRIPT.replace("\n", end).encode())
+    with pytest.raises(InputError, match="pass --set SLURM_ARRAY_TASK_ID=VALUE"):
+        read_launch(path, LaunchContext())
+    assert read_launch(path, LaunchContext(variables=(("SLURM_ARRAY_TASK_ID", "2"),))).plan.tp == 4
+    with pytest.raises(InputError, match="whole number of at least 1, got no value"):
+        read_launch(path, LaunchContext(variables=(("SLURM_ARRAY_TASK_ID", "9"),)))

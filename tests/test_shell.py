@@ -22,6 +22,7 @@ SAME = {
     "defaults": 'A=${A:-7}\nB=${B:="8 9"}\nC=\nstart $A $B ${C:-c} ${C-d} ${A:+set} "${NONE:+no}"',
     "nested defaults": 'P=${P:-${Q:-${R:-5}}}\nstart "$P" ${S:-"a b"} ${S:-a b}',
     "arrays": 'A=(a "b c"\n # no\n d)\nA+=(e)\nstart ${A[@]} "${A[@]}" "${#A[@]}" ${A[1]} "x${A[*]}y"',
+    "places in arrays": "A=(a b c) I=1 K=0\nstart ${A[$I]} ${A[I]} ${A[$((I + 1))]} ${A[-1]} x${A[7]}",
     "arrays of options": 'A=("--fp8-format hybrid" --bf16)\nstart ${A[@]}',
     "appended text": 'A="--a 1"\nA+=" --b 2"\nstart $A',
     "arithmetic": "N=4 G=8\nstart $((N * G)) $(($N*$G/3)) $((-7 / 2)) $((-7 % 3)) $(( (N + 1) * 2 ))",
@@ -92,6 +93,7 @@ def test_what_only_a_running_shell_knows_stays_as_it_is_written() -> None:
     script = read_script('start $NONE "${1}" $(nproc) `hostname` $((UNKNOWN * 2)) ${A:?must be set}')
     (command,) = script.commands
     assert command.words[1:] == ("$NONE", "${1}", "$(nproc)", "`hostname`", "$((UNKNOWN * 2))", "${A:?must be set}")
+    assert started("A=(1 2)\nstart ${A[$SLURM_ARRAY_TASK_ID]}") == [["${A[$SLURM_ARRAY_TASK_ID]}"]]
 
 
 @pytest.mark.parametrize("place", ["$0", "${BASH_SOURCE[0]}", "$BASH_SOURCE"])

@@ -14,6 +14,7 @@ from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.frameworks.common.job import File
 from autoplan.frameworks.registry import find_target
 from autoplan.frameworks.trainer.rules import check_model, check_training
+from autoplan.launch.names import DEFAULT_LAUNCHER
 from autoplan.launch.targets import exported, job_of, usual_start
 from autoplan.search.nearest import Near
 from autoplan.search.nearest import nearest as nearest_plan
@@ -68,7 +69,7 @@ def export(
     plan: PricedPlans | MixedPlanResult | str | Path,
     *,
     to: str,
-    launcher: str = "torchrun",
+    launcher: str = DEFAULT_LAUNCHER,
     image: str | None = None,
     nearest: bool = False,
 ) -> ExportResult:
@@ -163,7 +164,7 @@ def _difference(best: RankedPlan, near: Near) -> str:
 # -- what to type -----------------------------------------------------------------------------------------------------
 
 
-def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchrun") -> str:
+def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = DEFAULT_LAUNCHER) -> str:
     """Return the command that exports the plan at `path`; an `AutoplanError` says why there is none."""
     # What runs today, what was searched for, what the facts are of and what bears the name of the rules come first.
     today = file.today.target if isinstance(file, PlanFile) and file.today else ""
@@ -171,7 +172,8 @@ def start_of(file: PlanFile | MixedPlanFile, path: Path, launcher: str = "torchr
     searched_name = searched.partition("@")[0]
     target = usual_start(file.framework, file.training, today, searched_name)
     target = searched if target == searched_name else target  # in the version that was searched for
-    command = f"autoplan export {shlex.quote(str(path))} --to {target} --launcher {launcher} --out launch"
+    by = "" if launcher == DEFAULT_LAUNCHER else f" --launcher {launcher}"
+    command = f"autoplan export {shlex.quote(str(path))} --to {target}{by} --out launch"
     if isinstance(file, MixedPlanFile):
         _export_unlike(file, "", target, launcher, None)
         return command

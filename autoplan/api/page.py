@@ -180,7 +180,7 @@ def _start(file: PlanFile, path: Path) -> tuple[Step, ...]:
     write = "Write the launch files of this plan"
     run = f"autoplan run {shlex.quote(str(path))} --steps 20 --log run.log --command -- bash launch/launch.sh"
     return (
-        Step(purpose=f"{write} with torchrun", command=start_of(file, path, "torchrun")),
+        Step(purpose=f"{write} with torchrun", command=start_of(file, path)),
         Step(purpose=f"{write} on Slurm", command=start_of(file, path, "slurm")),
         Step(purpose="Start them, and compare the step times in the log with the prediction", command=run),
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from autoplan.api.plan_files import load_mixed_plan, read_plans
 from autoplan.api.results import MixedPlanResult, PricedPlans
 from autoplan.base.files import read_table, write_text
+from autoplan.launch.names import DEFAULT_LAUNCHER
 
 if TYPE_CHECKING:
     from autoplan.api.explain import ExplainResult
@@ -29,7 +30,9 @@ class PlanResult(PricedPlans):
 
         return explain(self, versus=versus)
 
-    def export(self, to: str, *, launcher: str = "torchrun", nearest: bool = False, **options: str) -> ExportResult:
+    def export(
+        self, to: str, *, launcher: str = DEFAULT_LAUNCHER, nearest: bool = False, **options: str
+    ) -> ExportResult:
         """Return the launch files of the best plan: `autoplan.export`."""
         from autoplan.api.export import export  # brings the writers of all frameworks
 

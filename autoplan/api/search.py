@@ -28,7 +28,7 @@ from autoplan.api.problem import (
 from autoplan.api.results import Progress
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.units import format_bytes
+from autoplan.base.units import GIB, format_bytes
 from autoplan.cost.spreads import NORMAL_90
 from autoplan.launch.targets import job_of
 from autoplan.search.advice import check_result
@@ -304,7 +304,7 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
             f"no run on {device.name} was measured, so the interval allows for {100 * device.rate_spread:.0f} % "
             "in its rates; autoplan profile measures them"
         )
-    if problem.link_spread >= UNLIKE_LINKS:
+    if problem.link_spread >= UNLIKE_LINKS and problem.cluster.num_devices > 1:
         factor = math.exp(NORMAL_90 * problem.link_spread)
         warnings.append(
             f"links of servers such as {problem.cluster.name} differ: the interval allows for rates {factor:.0f} times "
@@ -312,11 +312,9 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
         )
     host, total = file.best.host_memory_bytes, problem.cluster.host.memory_bytes
     if plan.offload != "none":
-        states = "all states" if plan.offload == "parameters" else f"{plan.offload} states"
         warnings.append(
-            f"{states} on the CPU take {format_bytes(host)} of the memory of every host, assumed "
-            f"to have {format_bytes(total)}: if yours has less, say memory_gib under [host] in a file of your cluster "
-            "(autoplan new cluster), or pass --forbid offload"
+            f"the plan needs {host / GIB:,.1f} of {format_bytes(total)} on every host: if yours has less, set [host] "
+            "in a file of autoplan new cluster, or pass --forbid offload"
         )
     if plan.sharding == "zero3" and plan.dp_shard * plan.cp > WIDEST_MEASURED_ZERO3:
         warnings.append(

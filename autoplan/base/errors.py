@@ -13,7 +13,7 @@ from collections.abc import Iterable
 MAX_ECHOED = 80  # characters of a value quoted in a message
 MAX_MESSAGE = 2_000  # characters
 _UNSAFE = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")  # categories of what is no letter, or ends a line
-_QUOTED, _WORD = re.compile(rf"'[^'\n]{{{MAX_ECHOED + 20},}}'"), re.compile(r"\S{400,}")
+_QUOTED, _WORD = re.compile(rf"(?<!\w)'[^'\n]{{{MAX_ECHOED + 20},}}'"), re.compile(r"\S{400,}")
 
 
 def readable(message: str) -> str:

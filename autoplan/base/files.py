@@ -9,22 +9,19 @@ import os
 import re
 import tempfile
 import tomllib
-import types
-import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from autoplan.base.errors import InputError, OutOfRangeError
+from autoplan.base.errors import InputError
 from autoplan.base.names import close_names
 from autoplan.base.units import file_keys, file_units, listed
+from autoplan.base.value_faults import dataclass_inside, place_text, type_hints, value_faults
 
 T = TypeVar("T")
-_hints = cache(typing.get_type_hints)  # evaluates every annotation anew
 
 # Far above any hand-written configuration; a weight file given by mistake is not read into memory.
 MAX_BYTES = 8 * 2**20
@@ -42,7 +39,7 @@ def read_text(path: Path, *, most_bytes: int = MAX_BYTES) -> str:
             data = stream.read(most_bytes + 1)
         if len(data) > most_bytes:
             raise InputError(f"{path}: too large: at most {most_bytes:,} bytes are read")
-        return data.decode("utf-8")
+        return data.decode("utf-8").replace("\r\n", "\n")  # which Windows editors write
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
@@ -138,68 +135,26 @@ def shipped(folder: str = "") -> dict[str, Path]:
 def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
     """Decode `table` as the dataclass `kind`; unknown keys, missing keys and wrong types are errors.
 
-    Keys may have the human units of `units.FILE_UNITS`.  `where` names the file in messages.  A class with
-    `check_table` checks a table before its keys are checked.
+    Keys may have the human units of `units.FILE_UNITS`.  `where` names the file in messages, which have all unknown and
+    missing keys, or all wrong values.  A class with `check_table` checks a table before its keys are checked.
     """
     import msgspec  # here and below: not needed for a help page
 
     written: dict[str, tuple[str, float]] = {}
+    fields: dict[str, Any] = {}
     try:
-        return msgspec.convert(to_fields(kind, table, written=written), kind, strict=True)
+        fields = to_fields(kind, table, written=written)
+        return msgspec.convert(fields, kind, strict=True)
     except UnicodeEncodeError:
         raise InputError(f"{where}: contains text that is not Unicode") from None
     except OverflowError:
         raise InputError(f"{where}: contains a number that is too large") from None
     except RecursionError:
         raise InputError(f"{where}: nested too deeply") from None
-    except msgspec.ValidationError as error:
-        text, _, path = str(error).removesuffix("`").partition(" - at `")
-        if isinstance(error.__cause__, OutOfRangeError):
-            text = _as_written(error.__cause__, path or "$", written)
-        elif text.startswith("Invalid enum value") and (words := _words_at(kind, path)):
-            given = text.removeprefix("Invalid enum value ")
-            raise InputError(
-                f"{where}: {path.removeprefix('$.')} must be one of {', '.join(words)}, got {given}"
-            ) from None
-        raise InputError(f"{where}: {text}" + (f" (at {path})" if path else "")) from None
+    except msgspec.ValidationError:
+        raise InputError(f"{where}: {'; '.join(value_faults(kind, fields, kind, '$', written))}") from None
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-
-
-def _words_at(kind: type, path: str) -> tuple[str, ...]:
-    """Return the allowed words at a place such as $.levels[0].kind; empty if unknown."""
-    annotation: Any = kind
-    for name in re.sub(r"\[.*?\]", "", path).split(".")[1:]:
-        inner, _ = _dataclass_inside(annotation)
-        annotation = _hints(inner).get(name) if inner else None
-    while annotation is not None and typing.get_origin(annotation) is not typing.Literal:
-        if isinstance(annotation, type) and issubclass(annotation, StrEnum):
-            return tuple(annotation)
-        parts = [part for part in typing.get_args(annotation) if part not in (type(None), ...)]
-        annotation = parts[0] if len(parts) == 1 else None
-    return typing.get_args(annotation)
-
-
-def _as_written(error: OutOfRangeError, path: str, written: dict[str, tuple[str, float]]) -> str:
-    """Return the text of `error` with the key and the unit of the file."""
-    field, dot, part = error.name.partition(".")
-    key, factor = written.get(f"{path}.{field}", (field, 1.0))
-    return str(OutOfRangeError(f"{key}{dot}{part}", error.value / factor, error.rule))
-
-
-def _dataclass_inside(annotation: Any) -> tuple[type | None, bool]:
-    """Return (dataclass in an annotation such as X, X | None or tuple[X, ...], whether it is a sequence)."""
-    if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):
-        return annotation, False
-    origin = typing.get_origin(annotation)
-    if origin in (typing.Union, types.UnionType):
-        for part in typing.get_args(annotation):
-            inside = _dataclass_inside(part)
-            if inside[0]:
-                return inside
-    if origin is tuple:
-        return _dataclass_inside(typing.get_args(annotation)[0])[0], True
-    return None, False
 
 
 def _scaled(value: Any, factor: float) -> Any:
@@ -219,17 +174,19 @@ def to_fields(
     path: str = "$",
     written: dict[str, tuple[str, float]] | None = None,
     needed: Collection[str] | None = None,
+    faults: list[str] | None = None,
 ) -> dict[str, Any]:
     """Return `table` with the fields of the dataclass `kind` as keys, converting human units to SI.
 
-    Unknown and missing keys are errors, reported in one message; `needed` are the required fields, by default those
-    without a default.  `written` collects, by the place of a converted field, its key in the file and the factor of
-    that key's unit.
+    Unknown and missing keys are errors, of all tables in one message, or added to `faults`; `needed` are the required
+    fields, by default those without a default.  `written` collects, by the place of a converted field, its key in the
+    file and the factor of that key's unit.
     """
-    hints = _hints(kind)
+    hints = type_hints(kind)
     fields: dict[str, Any] = {}
     unknown: list[str] = []
     written = {} if written is None else written
+    found: list[str] = [] if faults is None else faults
     check_table: Callable[[Mapping[str, Any]], None] | None = getattr(kind, "check_table", None)
     if check_table is not None:
         check_table(table)
@@ -242,21 +199,23 @@ def to_fields(
             value = _scaled(value, factor)
             written[f"{path}.{name}"] = (key, factor)
         if name in fields:
-            raise InputError(f"{key!r} at {path} is given twice, in different units")
+            raise InputError(f"{key!r}{place_text(path)} is given twice, in different units")
         if isinstance(value, float) and not math.isfinite(value):
-            raise InputError(f"{key} at {path} must be a finite number, got {value}")
-        inner, is_sequence = _dataclass_inside(hints[name])
+            raise InputError(f"{key}{place_text(path)} must be a finite number, got {value}")
+        inner, is_sequence = dataclass_inside(hints[name])
         if inner and isinstance(value, dict):
-            value = to_fields(inner, value, f"{path}.{key}", written)
+            value = to_fields(inner, value, f"{path}.{key}", written, faults=found)
         elif inner and is_sequence and isinstance(value, list):
             value = [
-                to_fields(inner, part, f"{path}.{key}[{at}]", written) if isinstance(part, dict) else part
+                to_fields(inner, part, f"{path}.{key}[{at}]", written, faults=found) if isinstance(part, dict) else part
                 for at, part in enumerate(value)
             ]
         fields[name] = value
     missing = [name for name in (_required(kind) if needed is None else needed) if name not in fields]
     if unknown or missing:
-        raise InputError(_key_faults(unknown, missing, hints, path))
+        found.append(_key_faults(unknown, missing, hints, path))
+    if found and faults is None:
+        raise InputError("; ".join(found))
     return fields
 
 
@@ -278,8 +237,8 @@ def _key_faults(unknown: Sequence[str], missing: Sequence[str], hints: Collectio
         faults.append(f"unknown key{'s' * (len(unknown) > 1)} {listed(_with_close_key(key, keys) for key in unknown)}")
     if missing:
         faults.append(f"missing {', '.join(file_keys(name)[0] for name in missing)}")
-    known = f"; known: {', '.join(keys)}" if unknown else ""
-    return f"{' and '.join(faults)} at {path}{known}"
+    known = f"; known: {', '.join(keys)}" if any(not close_names(key, keys, most=1) for key in unknown) else ""
+    return f"{' and '.join(faults)}{place_text(path)}{known}"
 
 
 def _with_close_key(key: object, keys: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from autoplan.cli.complete import targets, words
 from autoplan.cli.options import ForceOption, PlanArgument
 from autoplan.cli.remarks import print_warnings
 from autoplan.frameworks.registry import TARGETS, find_target
-from autoplan.launch.names import LAUNCHERS
+from autoplan.launch.names import DEFAULT_LAUNCHER, LAUNCHERS
 
 ToOption = Annotated[
     str,
@@ -46,7 +46,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON: the files,
 def export(
     plan: PlanArgument,
     to: ToOption,
-    launcher: LauncherOption = "torchrun",
+    launcher: LauncherOption = DEFAULT_LAUNCHER,
     image: ImageOption = None,
     out: OutOption = None,
     nearest: NearestOption = False,

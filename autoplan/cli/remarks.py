@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,8 +14,12 @@ from autoplan.base.errors import AutoplanWarning, StoreWarning, readable
 
 
 def say(text: str) -> None:
-    """Print a remark at once, also into a pipe."""
-    print(f"autoplan: {text}", file=sys.stderr, flush=True)
+    """Print a remark at once, also into a pipe; a terminal gets whole words on every line."""
+    remark = f"autoplan: {text}"
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        remark = textwrap.fill(remark, width, break_on_hyphens=False, break_long_words=False)
+    print(remark, file=sys.stderr, flush=True)
 
 
 @contextmanager

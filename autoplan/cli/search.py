@@ -177,7 +177,9 @@ def search(
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
         context.fail("give MODEL, --global-batch and --seq-len, or a launch file that contains them: --from FILE")
     result = _searched(context, quiet=quiet).with_command(command_line())
-    _hand_over(result, out, page, force=force, details=details, json=json, quiet=quiet)
+    path = out if force or is_typed(context, "out") else _free_path(out, result)
+    ending = "" if path == out else f": {out} holds something else, which --force overwrites"
+    _hand_over(result, path, page, ending, force=force, details=details, json=json, quiet=quiet)
 
 
 def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanResult:
@@ -227,17 +229,29 @@ def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
     refuse(refusals)
 
 
+def _free_path(path: Path, result: PlanResult | MixedPlanResult) -> Path:
+    """Return `path`, or the first of plan-2.json, plan-3.json and so on if it holds something else than `result`."""
+    free, number = path, 2
+    while (free.exists() or free.is_symlink()) and not api.plan_files.holds_answer(free, result):
+        free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
+    return free
+
+
 def _hand_over(
     result: PlanResult | MixedPlanResult,
     out: Path,
     page: Path | None,
+    ending: str,
     *,
     force: bool,
     details: bool,
     json: bool,
     quiet: bool,
 ) -> None:
-    """Print an answer and write its plan file and page; overwrite other answers or pages only with `force`."""
+    """Print an answer and write its plan file and page; overwrite other answers or pages only with `force`.
+
+    `ending` follows the name of the plan file that was written.
+    """
     is_unchanged = not force and api.plan_files.holds_answer(out, result)
     is_kept = not force and not is_unchanged and (out.exists() or out.is_symlink())
     if not is_unchanged and not is_kept:
@@ -256,7 +270,7 @@ def _hand_over(
     if is_unchanged and not quiet:
         print(f"{out} is unchanged", file=sys.stderr)
     elif not is_unchanged:
-        print_written(out, quiet=quiet)
+        print_written(out, quiet=quiet, ending=ending)
 
 
 def _print(result: PlanResult | MixedPlanResult, path: Path | None, *, details: bool) -> None:

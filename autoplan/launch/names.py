@@ -6,3 +6,4 @@ from typing import Literal, get_args
 
 Launcher = Literal["torchrun", "slurm", "mpirun", "trainjob", "jobset", "pytorchjob", "skypilot"]
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
+DEFAULT_LAUNCHER: Launcher = "torchrun"

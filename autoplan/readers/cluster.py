@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, is_file, read_table, shipped
+from autoplan.base.files import decode, is_file, read_table, shipped, to_fields
 from autoplan.base.hostlist import expand_hosts
 from autoplan.base.json_schema import schema
 from autoplan.base.names import suggestion
-from autoplan.readers.device import based_on, device_schema, device_table, preset_devices
+from autoplan.readers.device import DATASHEET, based_on, device_schema, device_table, preset_devices
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, LinkLevel
 
 _COMPLETED = ("levels", "network")  # keys of a file that may come from a similar cluster
@@ -167,6 +167,8 @@ def cluster_from_table(table: dict[str, Any], where: str) -> ClusterSpec:
     its device, otherwise from the cluster with the device that completes its own device.
     """
     device = table.get("device")
+    if isinstance(device, dict):
+        _check_keys(table, device, where)
     if isinstance(device, str | dict):
         table = {**table, "device": device_table(device, where)}
         if "based_on" in table or any(key not in table for key in _COMPLETED):
@@ -174,6 +176,17 @@ def cluster_from_table(table: dict[str, Any], where: str) -> ClusterSpec:
     if isinstance(table.get("nodes"), list):
         table = {**table, "nodes": [_expanded(group, where) for group in table["nodes"]]}
     return decode(ClusterSpec, table, where)
+
+
+def _check_keys(table: dict[str, Any], device: dict[str, Any], where: str) -> None:
+    """Raise an error with all unknown and missing keys of a cluster and of its device, which need not be complete."""
+    faults: list[str] = []
+    rest = {key: value for key, value in table.items() if key not in ("device", "based_on")}
+    to_fields(ClusterSpec, rest, needed=("name", "devices_per_node"), faults=faults)
+    stated = {key: value for key, value in device.items() if key != "based_on"}
+    to_fields(DeviceSpec, stated, "$.device", needed=DATASHEET, faults=faults)
+    if faults:
+        raise InputError(f"{where}: {'; '.join(faults)}")
 
 
 def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) -> dict[str, Any]:

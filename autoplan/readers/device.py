@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, fields
 from functools import lru_cache
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from autoplan.base.curves import AttentionCurve, GemmCurve
 from autoplan.base.errors import InputError
@@ -24,6 +24,7 @@ from autoplan.topology.cluster import DeviceSpec
 UNMEASURED_SPREAD = 0.2
 LISTED = "autoplan list devices shows all"
 DATASHEET = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s")  # required for any device
+PRECISIONS: tuple[str, ...] = get_args(get_args(get_type_hints(DeviceSpec)["peak_flops_per_s"])[0])
 _KIN = ("vendor", "generation")  # optional in a file; the similar device must then match
 _TAKEN = (
     "vendor",
@@ -105,12 +106,19 @@ def _datasheet_of(table: dict[str, Any], where: str) -> dict[str, Any]:
         datasheet = to_fields(DeviceSpec, table, needed=DATASHEET)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
-    for name in DATASHEET[1:3]:
-        if not _is_number(datasheet[name]):
-            raise InputError(f"{where}: {file_keys(name)[0]} must be a number, got {datasheet[name]!r}")
-    peaks = datasheet["peak_flops_per_s"]
-    if not isinstance(peaks, dict) or not peaks or not all(map(_is_number, peaks.values())):
-        raise InputError(f"{where}: peak_tflops must be a table of numbers such as {{ bf16 = 312 }}, got {peaks!r}")
+    faults = []
+    for name in DATASHEET[1:]:
+        key = next(key for key in file_keys(name) if key in table)
+        value = table[key]
+        if name == "peak_flops_per_s":
+            if not isinstance(value, dict) or not value or not all(map(_is_number, value.values())):
+                faults.append(f"{key} must be a table of positive numbers such as {{ bf16 = 312 }}, got {value!r}")
+            elif unknown := value.keys() - set(PRECISIONS):
+                faults.append(f"{key} must be of {', '.join(PRECISIONS)}, got {', '.join(sorted(unknown))}")
+        elif not _is_number(value):
+            faults.append(f"{key} must be a positive number, got {value!r}")
+    if faults:
+        raise InputError(f"{where}: {'; '.join(faults)}")
     return datasheet
 
 

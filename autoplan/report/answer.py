@@ -32,7 +32,7 @@ from autoplan.spec.search_result import Allowance, Certificate, Confidence, Rank
 from autoplan.spec.timing import Provenance
 from autoplan.spec.training import TrainingSpec
 
-SHOWN_ALLOWANCES = 2
+MAX_ALLOWANCES_TEXT = 69  # characters: one line of 80 columns
 SHOWN_SWITCHES = 8
 MIN_SHOWN_SHARE = 0.0005  # less would show as 0.0 %
 SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is only shown if the plan offloads
@@ -127,7 +127,7 @@ def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
         if file.choice and file.choice.runner_up:
             yield "next best", next_best_line(file.choice, file.certificate, best.plan)
     if file.allowances:
-        yield "--allow", "; ".join(map(_allowance_text, file.allowances[:SHOWN_ALLOWANCES]))
+        yield "--allow", _allowances_text(file.allowances)
 
 
 def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
@@ -177,6 +177,16 @@ def input_text(file: PlanFile | MixedPlanFile) -> str:
         f"input-bound: {rate} are {format_two_figures(batch_s / computed_s)} times too slow for devices that compute "
         f"a step in {format_seconds(computed_s)} and wait for {format_percent(wait_s / best.step_s)} of it; {ways}"
     )
+
+
+def _allowances_text(allowances: Sequence[Allowance]) -> str:
+    """Describe the first options that change the numerics of training: as many as one line holds, at least one."""
+    text, *more = map(_allowance_text, allowances)
+    for other in more:
+        if len(text) + len(f"; {other}") > MAX_ALLOWANCES_TEXT:
+            break
+        text += f"; {other}"
+    return text
 
 
 def _allowance_text(allowance: Allowance) -> str:
@@ -276,11 +286,15 @@ def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelP
 
 
 def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
-    """Describe a plan; with many options only those that differ from the best plan's, if it has the same ones."""
+    """Describe a plan; if it shares many options with the best plan, by its degrees, or options if those are equal."""
     words, words_of_best = plan.describe().split(", "), best.describe().split(", ")
     degrees, options = words[:2], words[2:]
     differing = [option for option in options if option not in words_of_best]
-    if len(words) != len(words_of_best) or len(options) - len(differing) < MIN_SHARED:
+    if len(options) - len(differing) < MIN_SHARED:
+        return plan.describe()
+    if degrees != words_of_best[:2]:
+        return ", ".join(degrees)
+    if len(words) != len(words_of_best):
         return plan.describe()
     return ", ".join([*degrees, *differing, "otherwise as the best"])
 

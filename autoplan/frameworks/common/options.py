@@ -21,6 +21,8 @@ Word = TypeVar("Word")
 
 MOST = 10**12  # of any count in a launch file
 MAX_DIGITS = 40
+# Names in an expansion; of ${TP[$TASK]} only that of the place, which is what is not known.
+_VARIABLES = re.compile(r"(?:\$\{?|\[)([A-Za-z0-9_]+)(?!\w*\[[A-Za-z_$])", re.ASCII)
 
 NOT_KNOWN, COSTS_NOTHING = "not known here", "does not affect the time or memory of a step"
 
@@ -131,7 +133,7 @@ class Options:
             return default if self.is_null(key) else self.defaults.get(key, default)
         value = self.arguments[key].value
         if isinstance(value, Unknown):
-            written, names = cleaned(value.text)[:60], re.findall(r"\$\{?([A-Za-z0-9_]+)", value.text)
+            written, names = cleaned(value.text)[:60], _VARIABLES.findall(value.text)
             if not names and value.text.startswith("$(("):
                 names = re.findall(r"[A-Za-z_]\w*", value.text)
             if "$" in written or "`" in written:
@@ -161,7 +163,8 @@ class Options:
             return value
         is_whole = isinstance(value, int) or (isinstance(value, float) and math.isfinite(value) and value.is_integer())
         if isinstance(value, bool) or not is_whole or not least <= value <= MOST:
-            raise InputError(f"{self.name(key)} must be a whole number of at least {least}, got {show(value)}")
+            given = show(value) if self.arguments[key].text else "no value"
+            raise InputError(f"{self.name(key)} must be a whole number of at least {least}, got {given}")
         return int(value)
 
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:

@@ -160,10 +160,12 @@ class Variables:
         value: Value | None = [] if name in ("@", "*") else self.values.get(name)
         if index is not None and value is not None:
             items = self.items(name)
-            if index not in ("@", "*"):
-                value = items[int(index)] if index.isdigit() and int(index) < len(items) else ""
-            else:
+            if index in ("@", "*"):
                 value = items if index == "@" else " ".join(items)
+            elif (place := self._arithmetic(index)) is None:  # such as that of a job of a Slurm array
+                return piece
+            else:
+                value = items[place] if -len(items) <= place < len(items) else ""
         elif isinstance(value, list) and name not in ("@", "*"):
             value = value[0] if value else ""
         if count:
