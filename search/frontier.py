@@ -19,7 +19,6 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 SAFE_Z = {FITS: RISKY_Z, RISKY: OOM_Z}  # minimum distance to the capacity for a verdict
-BLOCK_KINDS = 8192  # kinds priced by one worker at a time
 # Kinds bounded at once, including illegal ones: enough to amortise numpy's cost per call.
 BOUNDED_KINDS = 32768
 SHARP_GROUPS = 4096  # groups bounded sharply at once

@@ -13,14 +13,15 @@ from autoplan.frameworks.common.rules import legal
 from autoplan.search.blocks import Block, BlockOutcome, CellOutcome
 from autoplan.search.bounds import first_layers, kind_bounds, kind_costs, plan_bounds
 from autoplan.search.findings import Findings, Incumbents
-from autoplan.search.frontier import BLOCK_KINDS, Frontier, OpenKinds, best_first, limit_bytes
+from autoplan.search.frontier import Frontier, OpenKinds, best_first, limit_bytes
 from autoplan.search.objectives import measure_bounds, measured
 from autoplan.search.ranking import ordering, ranked
 from autoplan.spec.estimate import OOM_Z, RISKY_Z, VERDICTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.search_result import RankedPlan
 
-FIRST_PRICED, MAX_PRICED = 256, 2048  # plans per call: few at first, which may rule out others
+FIRST_PRICED = 256  # plans per call, which may rule out others; then twice as many in every call
+MAX_PRICED = 2048  # plans per call in the search for the plan nearest to fitting
 CANDIDATE_GROUPS, FIRST_CANDIDATES = 1024, 64  # plans
 CANDIDATES_OF_KIND = 64  # plans
 ROOM = 0.9  # share of the memory, by its bound, that candidates to beat may need
@@ -81,7 +82,7 @@ def price_block(frontier: Frontier, open_kinds: OpenKinds, incumbents: Incumbent
     is_of_block = np.zeros(len(frontier.cells), dtype=np.bool_)
     is_of_block[list(block.cells)] = True
     rows = np.flatnonzero(is_of_block[open_kinds.owner])
-    for part in pricer.not_ruled_out(open_kinds.bounds[rows], growth=4, max_rows=BLOCK_KINDS):
+    for part in pricer.not_ruled_out(open_kinds.bounds[rows]):
         pricer.price_kinds(open_kinds.kinds.take(rows[part]), open_kinds.owner[rows[part]])
     cells = {cell: pricer.outcome(cell, float(open_kinds.cell_bounds[cell, 0])) for cell in block.cells}
     return BlockOutcome(findings=pricer.findings.packed(), cells=cells)
@@ -111,7 +112,7 @@ class _BlockPricer:
         attributes["plan"] = self.plan_of[cell]
         return CellOutcome(value=float(self.value_of[cell]), constraints=constraints, attributes=attributes)
 
-    def not_ruled_out(self, bounds: Floats, *, growth: int, max_rows: int) -> Iterator[Ints]:
+    def not_ruled_out(self, bounds: Floats) -> Iterator[Ints]:
         """Yield rows of `bounds` in order and in growing batches, without those ruled out."""
         incumbents, done, size = self.findings.incumbents, 0, FIRST_PRICED
         while done < len(bounds):
@@ -144,7 +145,7 @@ class _BlockPricer:
         plans, bound, of_cell = PlanBatch.concatenate(parts), np.concatenate(bounds), np.concatenate(owners)
         lawful = np.flatnonzero(legal(space.rules, space.workload, plans))
         lawful = lawful[best_first(bound[lawful])]
-        for part in self.not_ruled_out(bound[lawful], growth=2, max_rows=MAX_PRICED):
+        for part in self.not_ruled_out(bound[lawful]):
             self._price(plans.take(lawful[part]), of_cell[lawful[part]])
 
     def _price(self, batch: PlanBatch, owner: Ints) -> None:

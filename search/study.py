@@ -18,7 +18,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.search.blocks import Block, BlockOutcome, BlockResult, LocalRounds
 from autoplan.search.cells import DEGREES
 from autoplan.search.findings import FITS, RISKY, Findings, Front, Incumbents, NearBest
-from autoplan.search.frontier import BLOCK_KINDS, Frontier, OpenKinds, best_first
+from autoplan.search.frontier import Frontier, OpenKinds, best_first
 from autoplan.search.objectives import Measure
 from autoplan.search.pricing import closest, price_block, price_candidates
 from autoplan.search.ranking import ranked
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MARGIN = 0.05  # all plans up to this much slower than the best are found, too
 FIRST_KINDS, GROWTH = 128, 8  # few kinds until there is a plan to beat; next round relative to all before
+BLOCK_KINDS = 8192  # kinds priced by one worker at a time
 ROUND_BLOCKS = 8  # blocks per round, shared by workers; a block's results are used from the next round on
 GRACE_S = 8.0  # without a heartbeat for this long a worker counts as dead
 

@@ -163,8 +163,6 @@ def test_leaders_are_the_first_of_a_full_sort_however_they_come() -> None:
 def test_the_size_of_blocks_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, space = make(MOE)
     whole = search(problem, space)
-    monkeypatch.setattr("autoplan.search.pricing.BLOCK_KINDS", 100)
-    monkeypatch.setattr("autoplan.search.frontier.BLOCK_KINDS", 100)
     monkeypatch.setattr("autoplan.search.study.BLOCK_KINDS", 100)
     parts = search(problem, space)
     assert parts.ranked == whole.ranked

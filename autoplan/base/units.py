@@ -143,7 +143,7 @@ def format_two_figures(value: float) -> str:
     return f"{value:.2g}" if value < 9.95 else f"{value:,.0f}"
 
 
-MAX_TEXT = 1_000  # maximum characters of a name or a reason
+MAX_TEXT, MAX_LISTED = 1_000, 8  # maximum characters of a name or a reason; words of a list
 
 
 def cleaned(text: str) -> str:
@@ -151,11 +151,11 @@ def cleaned(text: str) -> str:
     return "".join(letter for letter in text if unicodedata.category(letter)[0] != "C")[:MAX_TEXT]
 
 
-def listed(words: Iterable[str], max_words: int = 8) -> str:
+def listed(words: Iterable[str]) -> str:
     """Return words of a file for a message: the first few, without control characters and truncated."""
     all_words = list(words)
-    more = f" and {len(all_words) - max_words} more" if len(all_words) > max_words else ""
-    return ", ".join(cleaned(word)[:60] for word in all_words[:max_words]) + more
+    more = f" and {len(all_words) - MAX_LISTED} more" if len(all_words) > MAX_LISTED else ""
+    return ", ".join(cleaned(word)[:60] for word in all_words[:MAX_LISTED]) + more
 
 
 def repetitions(counts: Iterable[object]) -> str:

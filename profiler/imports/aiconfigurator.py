@@ -101,27 +101,22 @@ def read_measurements(
     *,
     devices: Collection[str] | None = None,
     operations: Collection[Operation] | None = None,
-    frameworks: Collection[str] | None = None,
     dtypes: Collection[str] | None = None,
 ) -> Iterator[Measurement]:
     """Yield the timings under `root` (the installed wheel's tables by default), in the order of the files' paths.
 
-    `devices` are autoplan's ids, `frameworks` the serving stacks (trtllm, sglang, vllm, nccl), `dtypes` autoplan's
-    names of element types; None means all of them.  Rows are read in batches, so that memory does not grow with the
-    wheel.  Raises an error in one line for a folder without tables, a file that is not parquet, a missing column or a
-    time that is not positive.
+    `devices` are autoplan's ids, `dtypes` autoplan's names of element types; None means all of them.  Rows are read in
+    batches, so that memory does not grow with the wheel.  Raises an error in one line for a folder without tables, a
+    file that is not parquet, a missing column or a time that is not positive.
     """
     root = root or default_root()
     num_tables = 0
     for path in sorted(root.glob("*/*/*/*/*_perf.parquet")):
         table = next((table for table in _TABLES if table.file == path.name), None)
-        folder, _, framework, _ = path.relative_to(root).parts[:4]
         num_tables += table is not None
         if table is None or (operations is not None and table.operations.isdisjoint(operations)):
             continue
-        if (devices is not None and device_of(folder) not in devices) or (
-            frameworks is not None and framework not in frameworks
-        ):
+        if devices is not None and device_of(path.relative_to(root).parts[0]) not in devices:
             continue
         for measurement in _read_table(path, table, root, dtypes):
             if operations is None or measurement.operation in operations:
