@@ -49,7 +49,6 @@ from autoplan.runs.predictions import log_doubt, predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.estimate import CostEstimate
-from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction
 from autoplan.spec.terms import STEP_TERMS
@@ -183,7 +182,7 @@ def read_cases(path: Path, runs: Sequence[Run]) -> list[Case]:
     for run, row in with_answers(path, runs):
         if run.problem and run.plan and row["status"] == "ok" and row["step_time_s"]:
             measured = MeasuredRun(problem=run.problem, plan=run.plan, step_s=float(row["step_time_s"]))
-            cost = estimate(run.problem, PlanBatch.of([run.plan], run.problem.model.num_layers))
+            cost = estimate(run.problem, run.problem.batch([run.plan]))
             doubt = log_doubt(run, cost)
             finished.append(
                 Case(

@@ -13,7 +13,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, NodeGroup, SwitchTier
@@ -56,7 +56,7 @@ def widest(problem: Problem, plan: ParallelPlan) -> int:
 
 def step_s(problem: Problem, plan: ParallelPlan) -> float:
     """Step of one plan, in seconds."""
-    return float(estimate(problem, PlanBatch.of([plan], problem.model.num_layers)).step_s[0])
+    return float(estimate(problem, problem.batch([plan])).step_s[0])
 
 
 def problem_on(cluster: ClusterSpec, model: str = "gpt3-175b", seq_len: int = 2048) -> Problem:

@@ -27,7 +27,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.spreads import NORMAL_90, component_shares
 from autoplan.runs.runs import read_runs
 from autoplan.search.choice import OWN_SPREAD, apart, ratio_spreads
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 
 OWN_SPREADS = np.arange(0.01, 0.151, 0.005)
@@ -100,7 +100,7 @@ def _pairs(source: str, groups: Iterable[list[TimedRun]]) -> Pairs:
     columns: list[list[Floats]] = [[np.empty(0)] for _ in range(5)]
     for runs in groups:
         problem, plans = runs[0][0], [plan for _, plan, _ in runs]
-        cost = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
+        cost = estimate(problem, problem.batch(plans))
         predicted = np.log(cost.step_s)
         error = np.log([step_s for _, _, step_s in runs]) - predicted
         spread = np.log(cost.high_s / cost.low_s) / (2 * NORMAL_90)
@@ -173,7 +173,7 @@ def twin_table(groups: Groups) -> Iterator[str]:
 def _twins(group: list[TimedRun]) -> Iterator[list[tuple[float, float]]]:
     """Pairs of (predicted, measured) steps of plans that differ in the sharding of states alone."""
     problem, plans = group[0][0], [plan for _, plan, _ in group]
-    predicted = estimate(problem, PlanBatch.of(plans, problem.model.num_layers)).step_s
+    predicted = estimate(problem, problem.batch(plans)).step_s
     alike: dict[object, dict[str, tuple[float, float]]] = defaultdict(dict)
     for (_, plan, step_s), predicted_s in zip(group, predicted, strict=True):
         key = (plan.tp, plan.cp, plan.pp, plan.vp, plan.ep, plan.dp, plan.micro_batch, plan.recompute)

@@ -67,7 +67,7 @@ from autoplan.spec.operations import (
     SHARED_MOE_LAYERS,
     Operation,
 )
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Provenance
 from autoplan.spec.training import TrainingSpec
@@ -493,7 +493,7 @@ def compare(folder: Path, name: str) -> Compared:
         raise InputError(f"no plan of {name} has run: launch first")
     used = [usable(launches[label(plan)]) for plan in plans]
     times = [np.array([launch.seconds for launch in of_plan]) for of_plan in used]
-    batch = PlanBatch.of(plans, problem.model.num_layers)
+    batch = problem.batch(plans)
     cost = estimate(problem, batch)
     return Compared(
         plans=plans,
@@ -525,7 +525,7 @@ def calibrated(problem: Problem, plans: list[ParallelPlan], measured_s: Floats) 
         ]
         if len(runs) >= MIN_RUNS:
             own = replace(problem, calibration=fitted_to(runs, name="half of the plans").calibration)
-            batch = PlanBatch.of(plans[half::2], problem.model.num_layers)
+            batch = problem.batch(plans[half::2])
             predicted_s[half::2] = estimate(own, batch).step_s
     return predicted_s
 

@@ -34,7 +34,6 @@ from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.cost.estimate import estimate
 from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.runs import read_runs
-from autoplan.spec.plan import PlanBatch
 
 MIN_PLANS = 4  # finished ones of a decision
 MIN_APART = 0.02  # of two predictions' logarithms, for a slope
@@ -93,7 +92,7 @@ def read_choices(path: Path) -> list[Choice]:
     for run, outcome in zip(read_runs(path), read_outcomes(path), strict=True):
         if run.problem is None or run.plan is None or outcome.status != "ok" or outcome.step_s is None:
             continue
-        cost = estimate(run.problem, PlanBatch.of([run.plan], run.problem.model.num_layers))
+        cost = estimate(run.problem, run.problem.batch([run.plan]))
         inside = bool(cost.low_s[0] <= outcome.step_s <= cost.high_s[0])
         predicted = float(np.log(cost.step_s[0]))
         priced = (predicted, float(np.log(outcome.step_s)) - predicted, inside, int(cost.verdict[0]))

@@ -333,7 +333,7 @@ def file_subjects(scratch: Path) -> Iterator[Subject]:
     )
 
     def price(problem: Problem) -> None:
-        ranked(problem, estimate(problem, PlanBatch.of([plan], problem.model.num_layers)), [0])
+        ranked(problem, estimate(problem, problem.batch([plan])), [0])
 
     def cluster(path: Path) -> None:
         loaded = load_parts(str(path))

@@ -31,7 +31,6 @@ from autoplan.runs.predictions import recompute_is_stated
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.framework import Framework
-from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 # Traits that only the time of a step depends on are left alone.
@@ -150,7 +149,7 @@ class Pricer:
         for indices in groups.values():
             problem = cases[indices[0]].problem
             plans = [plan for at in indices if (plan := cases[at].run.plan) is not None]
-            self.groups.append((np.array(indices), problem, PlanBatch.of(plans, problem.model.num_layers)))
+            self.groups.append((np.array(indices), problem, problem.batch(plans)))
 
     def __call__(self, traits: dict[str, float]) -> Predicted:
         """Predictions with these traits instead of the framework's own."""
@@ -379,7 +378,7 @@ def show_source(source: str, cases: Sequence[Case], worst: int) -> None:
     costs = []
     for case in measured:
         assert case.run.plan is not None
-        costs.append(estimate(case.problem, PlanBatch.of([case.run.plan], case.problem.model.num_layers)))
+        costs.append(estimate(case.problem, case.problem.batch([case.run.plan])))
     logged = np.array([float(cost.logged_memory_bytes[0]) for cost in costs])
     peak = np.array([(case.peak_gib or 0.0) * GIB for case in measured])
     print(f"\n{source}: median error without each term")

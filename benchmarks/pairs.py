@@ -24,7 +24,6 @@ from reports import existing, make_parser, write_report
 from autoplan.cost.estimate import estimate
 from autoplan.runs.runs import Run, read_runs
 from autoplan.runs.table import BLANKS
-from autoplan.spec.plan import PlanBatch
 
 # Columns that hold a choice, beside `options`; those behind them say which run it is, or what came out.
 CHOICES = ("precision", "sp", "vp", "sharding", "micro_batch", "recompute", "attention", "fused_norm")
@@ -126,7 +125,7 @@ def sides(runs: Path) -> Iterator[tuple[str, Mapping[str, str], Side]]:
 def _side(run: Run, row: Mapping[str, str]) -> Side:
     assert run.problem is not None
     assert run.plan is not None
-    cost = estimate(run.problem, PlanBatch.of([run.plan], run.problem.model.num_layers))
+    cost = estimate(run.problem, run.problem.batch([run.plan]))
     return Side(
         id=run.id,
         choices=choices_of(row),

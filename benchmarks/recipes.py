@@ -37,7 +37,7 @@ from autoplan.search.placement import place_best
 from autoplan.search.plan_changes import Difference, fastest_path, prices
 from autoplan.search.study import search
 from autoplan.spec.estimate import VERDICTS
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 
 # Sources whose configurations the authors of the framework, or the submitters to MLPerf, tuned.
@@ -256,7 +256,7 @@ def step_s(row: dict[str, str], problem: Problem, plan: ParallelPlan) -> float:
 def compare(recipe: Recipe) -> Comparison:
     """Search the recipe's problem, and price both."""
     problem, plan = recipe.problem, recipe.plan
-    cost = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+    cost = estimate(problem, problem.batch([plan]))
     priced = Comparison(
         recipe=recipe,
         recipe_s=float(cost.step_s[0]),

@@ -161,7 +161,7 @@ def draw_file(rng: Rng, problem: Problem) -> Exported | None:
 
 def priced(problem: Problem, plan: ParallelPlan) -> Exported:
     """A plan with its plan file."""
-    costs = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+    costs = estimate(problem, problem.batch([plan]))
     file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings="", command="benchmarks/round_trips.py")
     return Exported(problem=problem, file=file)
 

@@ -32,7 +32,6 @@ from autoplan.profiler.store import open_store
 from autoplan.profiler.tasks import reference_s
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.operations import COLLECTIVES, SHAPES, Operation
-from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.topology.cluster import SwitchTier
 
@@ -125,7 +124,7 @@ def main() -> None:
             plans = [ranked.plan for ranked in (ranking.file.best, *ranking.file.alternatives)]
             with counted() as (asked, served):
                 problem = with_timings(result.problem, "db", url)
-                estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
+                estimate(problem, problem.batch(plans))
             share = 100 * served.total() / max(asked.total(), 1)
             parts = ", ".join(
                 f"{kind} {100 * served[kind] / asked[kind]:.0f} %" for kind in sorted(asked) if asked[kind]

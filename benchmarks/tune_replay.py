@@ -40,7 +40,6 @@ from autoplan.runs.runs import Run, read_runs
 from autoplan.search.ranking import ranked
 from autoplan.search.tune import TrialResult, TunedTrial, tuning_state
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.plan import PlanBatch
 from autoplan.spec.run_outcome import RunOutcome
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.terms import COMPONENTS
@@ -159,7 +158,7 @@ def _priced(run: Run, known: dict[str, Calibration]) -> RankedPlan | None:
     unseen = calibration_among(known, problem.framework.calibration_name, problem.cluster.device.generation)
     problem = replace(problem, calibration=replace(unseen, memory_spread=problem.calibration.memory_spread))
     try:
-        cost = estimate(problem, PlanBatch.of([run.plan], problem.model.num_layers))
+        cost = estimate(problem, problem.batch([run.plan]))
     except AutoplanError:
         return None
     return ranked(problem, cost, [0])[0]

@@ -10,7 +10,7 @@ from itertools import count, islice
 import numpy as np
 
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.units import format_bytes, format_percent
+from autoplan.base.units import counted, format_bytes, format_percent
 from autoplan.cost.estimate import estimate
 from autoplan.search.cells import Cell
 from autoplan.search.flags import plain_of
@@ -159,7 +159,7 @@ def _free(problem: Problem, limits: Limits) -> Limits:
 
 def _size(problem: Problem, nodes: int) -> str:
     cluster = problem.cluster
-    size = f"{nodes} node{'s' if nodes > 1 else ''} of {cluster.devices_per_node}"
+    size = f"{counted(nodes, 'node')} of {cluster.devices_per_node}"
     return f"the smallest {cluster.name} found where it fits has {size}, this one has {cluster.num_nodes}"
 
 

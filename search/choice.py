@@ -21,7 +21,7 @@ from autoplan.search.findings import KEPT_WINNERS
 from autoplan.search.ranking import TIE
 from autoplan.spec.axes import SEARCHED, Kind
 from autoplan.spec.estimate import VERDICTS
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Confidence, Contender, RankedPlan, SearchResult
 
@@ -148,7 +148,7 @@ def robust_order(problem: Problem, result: SearchResult, quantile: float) -> Sea
     z, margin, fastest = normal_z(quantile), robust_margin(problem, quantile), result.rivals[0].s_per_sequence
     rivals = tuple(sorted(result.rivals, key=lambda candidate: at_quantile(candidate, z)))
     old, least = result.certificate, at_quantile(rivals[0], z) * (1 - TIE)
-    batch = PlanBatch.of([candidate.plan for candidate in rivals], problem.model.num_layers)
+    batch = problem.batch([candidate.plan for candidate in rivals])
     floors = np.exp(z * Familiarity.of(problem, batch).least) * [candidate.s_per_sequence for candidate in rivals]
     reach = fastest * (1 + margin) * math.exp(z * spread_range(problem)[0])
     # If there are more plans than a search keeps, it drops only plans slower than all kept ones.

@@ -22,7 +22,7 @@ from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, USUAL_SCHE
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import AxisChange, Explanation, Neighbour, Versus
-from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
+from autoplan.spec.plan import ParallelPlan, parse_recompute
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
@@ -73,7 +73,7 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
     if not candidates:
         return []
     workload = problem.workload
-    batch = PlanBatch.of(candidates, problem.model.num_layers)
+    batch = problem.batch(candidates)
     batch = replace(batch, placement=plan.placement)
     lawful = np.flatnonzero(legal(universal.RULES, workload, batch))
     costs = estimate(problem, batch.take(lawful))

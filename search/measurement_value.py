@@ -26,7 +26,6 @@ from autoplan.search.ranking import seconds_per_sequence
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, PRODUCTS, STREAMS, Operation
-from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import Provenance
@@ -160,7 +159,7 @@ def shares_of(
     growth of a step with a group's times gives its share.  Times that pricing does not read, such as the kernels of a
     layer measured as a whole, have no share.
     """
-    batch = PlanBatch.of([ranked.plan for ranked in plans], problem.model.num_layers)
+    batch = problem.batch([ranked.plan for ranked in plans])
 
     def price(times: Sequence[Measurement]) -> Floats:
         return seconds_per_sequence(estimate(timed(times), batch))

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from autoplan.base.errors import AutoplanError
+from autoplan.base.units import counted
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.frameworks.common.rules import Rule, broken
 from autoplan.frameworks.registry import book_of
 from autoplan.search.ranking import ranked
 from autoplan.spec.enums import Offload, RecomputeModule, Sharding
-from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced, chunk_layers, parse_recompute
+from autoplan.spec.plan import ParallelPlan, check_priced, chunk_layers, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import MemoryKnob
 
@@ -25,7 +26,7 @@ def memory_knobs(problem: Problem, plan: ParallelPlan, rules: tuple[Rule, ...]) 
         for says, changed_plan in _neighbours(problem, plan)
         if not broken(rules, problem.workload, changed_plan)
     ]
-    batch = PlanBatch.of([plan, *(changed_plan for _, changed_plan in changes)], problem.model.num_layers)
+    batch = problem.batch([plan, *(changed_plan for _, changed_plan in changes)])
     costs = estimate(problem, batch)
     freed = costs.memory_bytes[0] - costs.memory_bytes
     order = [at for at in (-freed).argsort(kind="stable") if freed[at] > 0]
@@ -81,7 +82,7 @@ def _recompute(problem: Problem, plan: ParallelPlan) -> Iterator[tuple[str, dict
     names = _selective_names(problem) if plan.recompute == "none" else ()
     for text in (*names, f"full:{half}", "full"):
         fields = none | parse_recompute(text)
-        partly = f"{half} layer{'s' * (half > 1)} of a chunk"
+        partly = f"{counted(half, 'layer')} of a chunk"
         words = {"full": "all layers", f"full:{half}": partly, "selective": "selectively"}
         yield f"recompute {words.get(text, text)}", fields
 

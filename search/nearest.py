@@ -19,7 +19,7 @@ from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence
 from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, SEARCHED, Axis, Kind
 from autoplan.spec.estimate import VERDICTS
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 
@@ -56,7 +56,7 @@ def nearest(
     candidates = [candidate for candidate in num_changes if candidate.global_batch == plan.global_batch]
     if not candidates:
         return None
-    batch = PlanBatch.of(candidates, problem.model.num_layers)
+    batch = problem.batch(candidates)
     lawful = np.flatnonzero(legal(book_of(problem.framework).rules, problem.workload, batch))
     costs = estimate(problem, batch.take(lawful))
     fitting = np.flatnonzero(costs.verdict == VERDICTS.index("fits"))

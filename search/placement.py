@@ -73,7 +73,7 @@ def place_best(problem: Problem, result: SearchResult) -> SearchResult:
 
 
 def _priced(problem: Problem, plan: ParallelPlan) -> RankedPlan:
-    return ranked(problem, estimate(problem, PlanBatch.of([plan], problem.model.num_layers)), [0])[0]
+    return ranked(problem, estimate(problem, problem.batch([plan])), [0])[0]
 
 
 def best_placement(problem: Problem, plan: ParallelPlan) -> ParallelPlan:
@@ -120,7 +120,7 @@ class _OrderSearch:
         by_tier = np.array(switches_of_nodes(problem.cluster, None))
         # Sorted by site first, then from the outermost tier inwards.
         classes, listed = np.unique(by_tier[::-1], axis=1, return_inverse=True)
-        batch = PlanBatch.of([plan], problem.model.num_layers)
+        batch = problem.batch([plan])
         levels = [
             level
             if level.seats is None

@@ -65,7 +65,7 @@ def _by_placement(problem: Problem, plans: Sequence[ParallelPlan]) -> Iterator[t
     """Yield (the indices of plans with one placement, their batch)."""
     for placement in dict.fromkeys(plan.placement for plan in plans):
         places = [at for at, plan in enumerate(plans) if plan.placement == placement]
-        yield places, PlanBatch.of([plans[at] for at in places], problem.model.num_layers)
+        yield places, problem.batch([plans[at] for at in places])
 
 
 def prices(problem: Problem, plans: Sequence[ParallelPlan]) -> list[RankedPlan]:

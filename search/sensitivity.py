@@ -145,7 +145,7 @@ class _Contenders:
         kinds = [numbers.setdefault(kind_of(plan.plan), len(numbers)) for plan in plans]
         return cls(
             plans=plans,
-            batch=PlanBatch.of([plan.plan for plan in plans], problem.model.num_layers),
+            batch=problem.batch([plan.plan for plan in plans]),
             kinds=np.array(kinds, dtype=np.int64),
             scale=np.array([at_quantile(plan, z) / plan.s_per_sequence for plan in plans]),
             margin=margin if result.certificate.quantile is None else -1.0,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.base.errors import InputError, NoPlanError
-from autoplan.base.units import format_days, format_tokens
+from autoplan.base.units import counted, format_days, format_tokens
 from autoplan.cost.input_rate import with_input
 from autoplan.search.advice import check_result, why_empty
 from autoplan.search.bounds import group_bounds
@@ -235,28 +235,24 @@ def _why_slow(outcomes: Sequence[SizeOutcome], run: Run) -> str:
         assert figures is not None
         lasts_s = figures.budget_s or 0.0
         return (
-            f"{run.device_hours:,.0f} device hours last {format_days(lasts_s)} on {_nodes(nodes)}, the deadline is "
-            f"{format_days(run.deadline_s or 0.0)}: give more nodes, or fewer hours"
+            f"{run.device_hours:,.0f} device hours last {format_days(lasts_s)} on {counted(nodes, 'node')}, "
+            f"the deadline is {format_days(run.deadline_s or 0.0)}: give more nodes, or fewer hours"
         )
     fastest, leanest = min(takes), min(takes, key=lambda took: took[1] or math.inf)
     demands, ways = [], []
     if run.deadline_s is not None:
         demands.append(
-            f"the deadline is {format_days(run.deadline_s)}, the fastest size ({_nodes(fastest[2])}) takes "
+            f"the deadline is {format_days(run.deadline_s)}, the fastest size ({counted(fastest[2], 'node')}) takes "
             f"{format_days(fastest[0])} or more"
         )
         ways += ["more nodes", "a later deadline"]
     if run.device_hours is not None:
         demands.append(
-            f"there are {run.device_hours:,.0f} device hours, the size that needs least ({_nodes(leanest[2])}) takes "
-            f"{leanest[1]:,.0f} or more"
+            f"there are {run.device_hours:,.0f} device hours, the size that needs least "
+            f"({counted(leanest[2], 'node')}) takes {leanest[1]:,.0f} or more"
         )
         ways.append("more device hours")
     return (
         f"no size trains {format_tokens(run.tokens or 0.0)} tokens as asked: {'; '.join(demands)}: "
         f"give {', '.join(ways)} or fewer tokens"
     )
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'s' if count > 1 else ''}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import refused_writes
-from autoplan.base.units import format_percent, format_seconds
+from autoplan.base.units import counted, format_percent, format_seconds
 from autoplan.frameworks.logs import Batch, LoggedRun, LogReader
 from autoplan.jobs.job import LOG, MESSAGES, OUTCOME, PLAN, Jobs, JobStatus, SilentError
 from autoplan.search.trial_results import make_result, read_result
@@ -230,7 +230,7 @@ class Trials:
         if not running:
             return
         try:
-            self.show_now(f"ending {len(running)} trial{'s' * (len(running) > 1)}")
+            self.show_now(f"ending {counted(len(running), 'trial')}")
             self.jobs.cancel([watched.job for watched in running])
         except AutoplanError:  # the next program adopts them again
             running = []

@@ -29,7 +29,7 @@ from autoplan.search.ranking import ranked
 from autoplan.spec.axes import AXES, PARTLY_MEANT
 from autoplan.spec.enums import CodedEnum
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers, derived_values, parse_recompute
+from autoplan.spec.plan import ParallelPlan, chunk_layers, derived_values, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.placement import switches_of_nodes
@@ -104,7 +104,7 @@ def _saved(model: str | Path | ModelSpec | PlanResult | None, db: str | None) ->
 def price(problem: Problem, plan: ParallelPlan, *, timings: str = "", with_knobs: bool = False) -> PlanResult:
     """Price a legal plan; `timings` names the source of the problem's measured timings."""
     rules = _check_legal(problem, plan)
-    costs = cost.estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+    costs = cost.estimate(problem, problem.batch([plan]))
     command = "autoplan.estimate() of Python"
     file = make_plan_file(problem, ranked(problem, costs, [0]), None, timings=timings, command=command)
     if with_knobs:

@@ -32,7 +32,6 @@ from autoplan.runs.outcomes import read_outcomes
 from autoplan.runs.predictions import predict_runs, prediction_table, read_predictions
 from autoplan.runs.runs import read_runs
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_outcome import Prediction
 from autoplan.spec.timing import NO_TIMINGS
@@ -305,7 +304,7 @@ def import_logs(
 def _imported(past: PastRun, cluster: ClusterSpec, folder: Path) -> ImportedRun:
     """Return a past run as the database is to hold it; AutoplanError where it cannot be priced."""
     problem = _problem_of(cluster, past)
-    cost = estimate(problem, PlanBatch.of([past.launch.plan], problem.model.num_layers))
+    cost = estimate(problem, problem.batch([past.launch.plan]))
     return ImportedRun(
         log=_inside(past.log, folder),
         launch_file=_inside(past.launch_file, folder),

@@ -143,7 +143,7 @@ class OpenRanking:
         del self._stored
 
     def _ranked(self, problem: Problem) -> list[RankedPlan]:
-        costs = estimate(problem, PlanBatch.of(self._plans, problem.model.num_layers))
+        costs = estimate(problem, problem.batch(self._plans))
         return sorted(ranked(problem, costs, range(len(self._plans))), key=lambda plan: plan.s_per_sequence)
 
 

@@ -28,7 +28,6 @@ from autoplan.search.sensitivity import sensitivity
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.estimate import placed
-from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_report import SizeOutcome
@@ -68,7 +67,7 @@ def shown_content(
         file=file,
         stages=placed(file.stages, plan.num_microbatches, problem.capacity_bytes),
         traffic=step_traffic(problem, plan),
-        rests_on=term_shares(problem, PlanBatch.of([plan], problem.model.num_layers)),
+        rests_on=term_shares(problem, problem.batch([plan])),
         schedule=schedule,
         controls=controls,
         pinned=tuple(priced.file for priced in pinned),

@@ -23,7 +23,6 @@ from autoplan.cost.provenance import shares
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost
 from autoplan.spec.pinned_timings import PinnedTimings
-from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import MIXED_FILE_VERSION, PLAN_FILE_VERSION, MixedPlanFile, PlanFile, SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.spec.ranks import hosts
@@ -132,7 +131,7 @@ def make_plan_file(
 ) -> PlanFile:
     """Return the plan file of `plans`, best first; `timings` names the source of the measured timings."""
     plans = [with_input(problem, plan) for plan in plans[: 1 + KEPT_ALTERNATIVES]]
-    best = PlanBatch.of([plans[0].plan], problem.model.num_layers)
+    best = problem.batch([plans[0].plan])
     listed = replace(best, placement=None)
     return PlanFile(
         schema_version=PLAN_FILE_VERSION,

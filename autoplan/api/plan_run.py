@@ -24,7 +24,7 @@ from autoplan.frameworks.trainer.log import line
 from autoplan.frameworks.trainer.rules import check_training
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.spec.mixed_problem import MixedProblem
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.started_plan import started_plan
@@ -176,7 +176,7 @@ def _mixed_run(file: MixedPlanFile, **task_options: Any) -> tuple[Task, Predicte
     started = started_plan(problem, file.best.plan, unequal_batches=True)
     (cost,) = estimate_mixed(problem, [file.best.plan])
     alike = [problem.as_if(at, file.best.plan.parts) for at in file.best.plan.parts]
-    batch = PlanBatch.of([started.plan], problem.model.num_layers)
+    batch = problem.batch([started.plan])
     predicted = PredictedRun(
         device=" and ".join(dict.fromkeys(problem.cluster.parts[at].device.name for at in started.node_parts)),
         step_s=cost.step_s,
@@ -254,7 +254,7 @@ def of_trainer(problem: Problem, timings: str, url: str | None) -> Problem:
 
 def predicted_run(problem: Problem, plan: ParallelPlan) -> PredictedRun:
     """Return what is predicted of a run by `plan`."""
-    cost = estimate(problem, PlanBatch.of([plan], problem.model.num_layers))
+    cost = estimate(problem, problem.batch([plan]))
     return PredictedRun(
         device=problem.cluster.device.name,
         step_s=float(cost.step_s[0]),

@@ -28,7 +28,7 @@ from autoplan.search.ranking import ranked
 from autoplan.search.sizes import size_grid
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.mixed_problem import MixedProblem, as_parallel
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.problem import Problem
 from autoplan.spec.replan_summary import PlanFigures, ReplanSummary
@@ -358,7 +358,7 @@ def _same_layout(problem: Problem, plan: ParallelPlan, flags: SpaceFlags) -> Ran
             sized = resized(problem, devices // per_node)
         except InputError:  # experts do not divide among so many, or the nodes are listed
             continue
-        batch = PlanBatch.of([fewer], problem.model.num_layers)
+        batch = problem.batch([fewer])
         if legal(space_of(sized, flags).rules, sized.workload, batch)[0]:
             same = with_input(sized, ranked(sized, estimate(sized, batch), [0])[0])
             return same if same.verdict == "fits" else None

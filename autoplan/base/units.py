@@ -158,6 +158,11 @@ def listed(words: Iterable[str]) -> str:
     return ", ".join(cleaned(word)[:60] for word in all_words[:MAX_LISTED]) + more
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: '1 node', '8 nodes'."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def repetitions(counts: Iterable[object]) -> str:
     """Return counts with repetitions merged: '7, 14 x 8, 7'."""
     runs = ((count, len(list(same))) for count, same in groupby(counts))

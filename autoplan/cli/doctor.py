@@ -8,6 +8,7 @@ import typer
 
 from autoplan import api
 from autoplan.base.files import encode
+from autoplan.base.units import counted
 from autoplan.cli.inputs import whole_url
 from autoplan.cli.options import DbOption
 
@@ -38,4 +39,4 @@ def doctor(
             lines.append(("", "", bold(f"-> {check.remedy}")))
     print_lines(console, lines)
     problems = checkup.num_problems
-    console.print(f"\n{problems} problem{'s' * (problems != 1)}" if problems else "\nno problems")
+    console.print(f"\n{counted(problems, 'problem')}" if problems else "\nno problems")

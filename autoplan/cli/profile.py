@@ -10,7 +10,7 @@ import typer
 
 from autoplan.base.errors import InputError, refuse
 from autoplan.base.files import encode
-from autoplan.base.units import format_seconds
+from autoplan.base.units import counted, format_seconds
 from autoplan.cli.inputs import check_output, check_untyped, is_typed, whole_url
 from autoplan.cli.options import (
     DbOption,
@@ -332,8 +332,7 @@ def _print_planned(planned: PlannedProfile, *, json: bool, quiet: bool) -> None:
 def _say_where(started: PlannedProfile) -> None:
     """Print the device under test, and warn of obstacles and omissions."""
     hello = started.hello
-    ranks, nodes = len(hello.hosts), hello.num_nodes
-    counts = f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
+    counts = f"{counted(len(hello.hosts), 'rank')} on {counted(hello.num_nodes, 'node')}"
     say(f"{hello.fingerprint.device}: {counts}")
     print_warnings(started.remarks)
 

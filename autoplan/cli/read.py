@@ -11,7 +11,7 @@ import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError
 from autoplan.base.files import write_text
-from autoplan.base.units import format_percent, format_seconds
+from autoplan.base.units import counted, format_percent, format_seconds
 from autoplan.cli.inputs import check_outputs, is_typed, whole_url
 from autoplan.cli.options import AsOption, DbOption, ForceOption, OptionalSeqLenOption, SetOption, whole_number
 from autoplan.cli.remarks import print_written, say
@@ -139,7 +139,7 @@ def _print_traces(result: TraceResult, *, json: bool) -> None:
     console = report.terminal.make_console()
     ranks = result.ranks
     headline = (
-        f"{len(ranks)} rank{'s' * (len(ranks) > 1)}, {ranks[0].num_steps} step{'s' * (ranks[0].num_steps > 1)} each: "
+        f"{counted(len(ranks), 'rank')}, {counted(ranks[0].num_steps, 'step')} each: "
         f"{format_seconds(result.step_s)} per step"
     )
     rows = [(name, [rank.seconds[name] for rank in ranks]) for name in ranks[0].seconds]

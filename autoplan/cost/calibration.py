@@ -20,7 +20,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.spreads import NORMAL_90, exposed_shares, special_parts, spread_kinds, spread_range, width_of
 from autoplan.spec.calibration import FACTORS, TIME_SPREADS, Calibration
 from autoplan.spec.estimate import CostEstimate
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 
 RUNS_PER_FACTOR = 15
@@ -79,7 +79,7 @@ class Pricer:
         self._groups = []
         for indices in groups.values():
             problem = runs[indices[0]].problem
-            batch = PlanBatch.of([runs[at].plan for at in indices], problem.model.num_layers)
+            batch = problem.batch([runs[at].plan for at in indices])
             self._groups.append((np.array(indices), problem, batch))
 
     def steps_s(self, change: Callable[[Problem], Problem]) -> Floats:
@@ -332,12 +332,12 @@ def likeness(problems: Sequence[Problem], costs: Sequence[CostEstimate], quantil
 
 
 def _cost(run: MeasuredRun) -> CostEstimate:
-    return estimate(run.problem, PlanBatch.of([run.plan], run.problem.model.num_layers))
+    return estimate(run.problem, run.problem.batch([run.plan]))
 
 
 def _kinds(runs: Sequence[MeasuredRun]) -> Ints:
     """Return the index into `TIME_SPREADS` of every run's spread."""
-    batches = [PlanBatch.of([run.plan], run.problem.model.num_layers) for run in runs]
+    batches = [run.problem.batch([run.plan]) for run in runs]
     apart = runs[0].problem.calibration.experts_time_spread is not None
     kinds = [spread_kinds(run.problem, batch, experts_apart=apart)[0] for run, batch in zip(runs, batches, strict=True)]
     return np.array(kinds, dtype=np.int64)

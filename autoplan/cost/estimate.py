@@ -135,7 +135,7 @@ def _laid_out(problem: Problem, batch: PlanBatch) -> Iterator[tuple[Ints, Stages
 def stage_costs(problem: Problem, plan: ParallelPlan) -> tuple[StageCost, ...]:
     """Time per micro-batch and memory of every pipeline rank of one plan."""
     problem = problem.placed(plan.placement)
-    laid = lay_out(problem, PlanBatch.of([plan], problem.model.num_layers), plan.pp)
+    laid = lay_out(problem, problem.batch([plan]), plan.pp)
     return tuple(stage_cost(problem, laid, 0, stage) for stage in range(plan.pp))
 
 

@@ -49,7 +49,7 @@ FORWARD_OF: dict[Operation, Operation] = {
 
 def measured_shares(problem: Problem, plan: ParallelPlan) -> dict[str, float]:
     """Return the share of measured times in every non-zero term."""
-    batch = PlanBatch.of([plan], problem.model.num_layers)
+    batch = problem.batch([plan])
     timed = ("measured", "disturbed", "interpolated", "scaled")
     return {
         name: float(sum(shares[kind][0] for kind in timed))  # type: ignore[index]
@@ -59,7 +59,7 @@ def measured_shares(problem: Problem, plan: ParallelPlan) -> dict[str, float]:
 
 def needed_times(problem: Problem, plan: ParallelPlan) -> list[NeededTime]:
     """Return the times that pricing a plan looks up, with their sources, largest shares of the step first."""
-    batch = PlanBatch.of([plan], problem.model.num_layers)
+    batch = problem.batch([plan])
     needed = [_needed(problem, batch, *need) for need in _needs(problem, batch)]
     return sorted(needed, key=lambda need: (-need.step_share, need.operation, need.shape))
 

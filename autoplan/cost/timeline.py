@@ -32,7 +32,7 @@ from autoplan.cost.stages import Stages, lay_out
 from autoplan.cost.step import LaidOutPipelines, collectives_s, step_terms
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import StagePlace
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.ranks import coordinates
 from autoplan.spec.terms import BLOCK_TERMS, END_TERMS, PIPELINE_TERMS, STREAM_OF, STREAMS, WORK_TERMS
@@ -70,7 +70,7 @@ def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
     """Timeline that ends at the `step_s` of `estimate`; InputError beyond `spec.plan.MAX_OPERATIONS` passes."""
     problem = problem.placed(plan.placement)
     check_length(PipelineShape(plan.schedule, plan.pp, plan.vp, plan.num_microbatches))
-    batch = PlanBatch.of([plan], problem.model.num_layers)
+    batch = problem.batch([plan])
     terms = {name: float(value[0]) for name, value in estimate(problem, batch).terms_s.items()}
     stage_of = coordinates(plan)["pp"]
     places = tuple(

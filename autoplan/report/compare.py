@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape
 
 from rich.console import Console
 
-from autoplan.base.units import format_days
+from autoplan.base.units import counted, format_days
 from autoplan.report.run_report import Row, print_runs
 from autoplan.report.terminal import print_lines
 from autoplan.spec.run_report import RunFigures, SizeOutcome
@@ -75,7 +75,7 @@ def print_compared(console: Console, compared: Sequence[Compared]) -> None:
         if costs:
             _, best = min(costs, key=lambda pair: pair[0])
             assert best.outcome.best is not None
-            nodes = f"{best.outcome.num_nodes} node{'s' if best.outcome.num_nodes > 1 else ''}"
+            nodes = counted(best.outcome.num_nodes, "node")
             lines.append((label, f"{best.cluster}, {nodes}: {shown(best.outcome.best.figures)}"))
     print_lines(console, lines)
 

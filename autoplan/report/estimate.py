@@ -19,6 +19,7 @@ from autoplan.report.terminal import (
     print_lines,
     print_table,
     print_terms,
+    signed,
     summed_memory,
 )
 from autoplan.spec.estimate import PlacedStage, StageCost, placed
@@ -64,16 +65,16 @@ def _print_hosts(console: Console, hosts: tuple[HostRanks, ...]) -> None:
         console.print(f"({len(hosts) - SHOWN_HOSTS} more nodes: see --json)")
 
 
-def _shown(stages: tuple[StageCost, ...]) -> tuple[StageCost | None, ...]:
-    """Return the stages with a row; None represents the omitted ones in the middle."""
-    if len(stages) <= MAX_STAGES:
-        return stages
-    half = MAX_STAGES // 2
-    return (*stages[:half], None, *stages[-half:])
+def _print_stages(
+    console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], least_header: int | None = None
+) -> None:
+    """Print one row per stage; of many only the first and last ones."""
+    if len(rows) > MAX_STAGES:
+        rows = [*rows[: MAX_STAGES // 2], ("...",), *rows[-MAX_STAGES // 2 :]]
+    print_table(console, [(name, True) for name in columns], rows, least_header=least_header)
 
 
 def _print_stage_times(console: Console, stages: tuple[StageCost, ...]) -> None:
-    columns = (("stage", True), ("layers", True), ("forward", True), ("backward", True), ("memory", True))
     rows = [
         (
             str(stage.stage),
@@ -82,32 +83,24 @@ def _print_stage_times(console: Console, stages: tuple[StageCost, ...]) -> None:
             format_seconds(stage.backward_s),
             format_bytes(stage.memory_bytes),
         )
-        if stage
-        else ("...",)
-        for stage in _shown(stages)
+        for stage in stages
     ]
-    print_table(console, columns, rows)
+    _print_stages(console, ("stage", "layers", "forward", "backward", "memory"), rows)
 
 
 def _print_stage_terms(console: Console, stages: tuple[StageCost, ...]) -> None:
     names = [name for name in stages[0].terms_s if any(stage.terms_s[name] >= MIN_SHOWN_S for stage in stages)]
-    rows = [
-        (str(stage.stage), *(f"{stage.terms_s[name] * 1e3:,.1f}" for name in names)) if stage else ("...",)
-        for stage in _shown(stages)
-    ]
+    rows = [(str(stage.stage), *(f"{stage.terms_s[name] * 1e3:,.1f}" for name in names)) for stage in stages]
     short = [name.replace("_communication", " traffic").replace("_", " ") for name in names]
-    print_table(console, [("stage", True), *((name, True) for name in short)], rows, least_header=5)
+    _print_stages(console, ("stage", *short), rows, least_header=5)
 
 
 def _print_stage_memory(console: Console, stages: tuple[StageCost, ...]) -> None:
     rows = [
         (str(stage.stage), *(f"{summed_memory(stage, names) / GIB:,.1f}" for names in MEMORY_SUMS.values()))
-        if stage
-        else ("...",)
-        for stage in _shown(stages)
+        for stage in stages
     ]
-    columns = [("stage", True), *((name, True) for name in MEMORY_SUMS)]
-    print_table(console, columns, rows, least_header=5)
+    _print_stages(console, ("stage", *MEMORY_SUMS), rows, least_header=5)
 
 
 def print_memory(console: Console, file: PlanFile) -> None:
@@ -159,8 +152,7 @@ def _print_knobs(console: Console, file: PlanFile) -> None:
         return
     rows = []
     for knob in file.memory_knobs:
-        slower = knob.plan.step_s / file.best.step_s - 1
-        step = f"{'+' if slower >= 0 else '-'}{format_percent(abs(slower))}"
+        step = signed(knob.plan.step_s / file.best.step_s - 1, format_percent)
         needed = format_bytes(knob.plan.memory_bytes)
         rows.append((knob.change, format_bytes(knob.freed_bytes), needed, step, knob.plan.verdict))
     columns = [("changes that free memory", False), ("frees", True), ("leaves", True), ("step", True), ("then", False)]

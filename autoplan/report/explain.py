@@ -14,6 +14,7 @@ from autoplan.report.ranking import reasons
 from autoplan.report.terminal import (
     END_OF_STEP,
     MAX_MEMORY_COLUMNS,
+    MIN_GAP,
     MIN_SHOWN_S,
     Cell,
     bold,
@@ -21,6 +22,7 @@ from autoplan.report.terminal import (
     print_lines,
     print_next_steps,
     print_table,
+    signed,
     term_name,
 )
 from autoplan.spec.estimate import PlacedStage, placed
@@ -32,7 +34,6 @@ from autoplan.spec.terms import LAST_WAITS
 
 SHOWN_CHANGES = 12
 UNSPOKEN = {"layers", "rank_order", "nodes"}  # axes that --versus does not support
-LEVEL = 5e-4  # relative difference of two steps called level
 Names = Mapping[str, str]
 
 
@@ -57,11 +58,11 @@ def print_explanation(console: Console, file: PlanFile, explanation: Explanation
             lost = [(plan.plan.describe(), plan) for plan in explanation.alternatives]
             console.print()
             _print_lost(console, explanation.plan, lost)
-    wish = next(
-        (wish for near in _effective_changes(explanation) if near.is_possible and (wish := _versus_flag(near))), ""
-    )
-    if wish and not explanation.versus:
-        print_next_steps(console, ("next", f"autoplan explain {shlex.quote(path)} --versus {wish}"))
+    if explanation.versus:
+        return
+    possible = (_versus_flag(near) for near in _effective_changes(explanation) if near.is_possible)
+    if changes := next(filter(None, possible), ""):
+        print_next_steps(console, ("next", f"autoplan explain {shlex.quote(path)} --versus {changes}"))
 
 
 def print_mixed_explanation(console: Console, file: MixedPlanFile, explanation: MixedExplanation) -> None:
@@ -117,11 +118,9 @@ def _changes(near: Neighbour, names: Names) -> str:
 
 
 def _faster(ratio: float) -> str:
-    if abs(ratio - 1.0) < LEVEL:
+    if abs(ratio - 1.0) < MIN_GAP:
         return "level"
-    return (
-        f"{format_percent(abs(1.0 / ratio - 1.0 if ratio < 1 else ratio - 1.0))} {'faster' if ratio < 1 else 'slower'}"
-    )
+    return f"{format_percent(1.0 / ratio - 1.0)} faster" if ratio < 1 else f"{format_percent(ratio - 1.0)} slower"
 
 
 def _needs(near: Neighbour, explanation: Explanation) -> str:
@@ -163,14 +162,16 @@ def _memory_needed(near: Neighbour) -> str:
 def _effective_changes(explanation: Explanation) -> list[Neighbour]:
     """Return changes with an effect, without those that leave the step unchanged or are both slower and impossible."""
     return [
-        near for near in explanation.changes if near.ratio <= 1 - LEVEL or (near.ratio >= 1 + LEVEL and not near.broken)
+        near
+        for near in explanation.changes
+        if near.ratio <= 1 - MIN_GAP or (near.ratio >= 1 + MIN_GAP and not near.broken)
     ]
 
 
 def _print_changes(console: Console, explanation: Explanation, names: Names) -> None:
     rows = []
     for near in _effective_changes(explanation)[:SHOWN_CHANGES]:
-        why = reasons(near.plan, explanation.plan) if near.ratio >= 1 + LEVEL else ""
+        why = reasons(near.plan, explanation.plan) if near.ratio >= 1 + MIN_GAP else ""
         if near.plan.verdict != "fits":
             why = f"{_memory_needed(near)}{'; ' * bool(why)}{why}"
         if near.broken:
@@ -181,7 +182,7 @@ def _print_changes(console: Console, explanation: Explanation, names: Names) -> 
 
 def _binding(explanation: MixedExplanation, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for the missing memory of the faster plan that needs the least."""
-    faster = [near.plan for near in explanation.changes if near.ratio < 1 - LEVEL and near.plan.verdict != "fits"]
+    faster = [near.plan for near in explanation.changes if near.ratio < 1 - MIN_GAP and near.plan.verdict != "fits"]
     if faster:
         yield "binds", f"memory: a faster plan {_needed(min(faster, key=lambda plan: plan.oom_z), names)}"
 
@@ -195,7 +196,7 @@ def _needed(plan: MixedCost, names: Sequence[str]) -> str:
 
 def _print_mixed_changes(console: Console, explanation: MixedExplanation, names: Sequence[str]) -> None:
     rows = []
-    telling = [near for near in explanation.changes if abs(near.ratio - 1) >= LEVEL]
+    telling = [near for near in explanation.changes if abs(near.ratio - 1) >= MIN_GAP]
     for near in telling[:SHOWN_CHANGES]:
         why = [_needed(near.plan, names)] if near.plan.verdict != "fits" else []
         why.append(reasons(near.plan, explanation.plan) if near.ratio > 1 else _faster(near.ratio))
@@ -240,7 +241,7 @@ def _print_versus(console: Console, best: RankedPlan, versus: Versus, names: Nam
     rows.append((bold("all"), *map(bold, total)))
     more = versus.plan.memory_bytes - best.memory_bytes
     memory = (format_bytes(best.memory_bytes), format_bytes(versus.plan.memory_bytes))
-    rows.append(("memory", *memory, f"{'+' if more >= 0 else '-'}{format_bytes(abs(more))}"))
+    rows.append(("memory", *memory, signed(more, format_bytes)))
     print_table(console, (("time of a step", False), ("this", True), ("versus", True), ("", True)), rows, keep=4)
     if len(versus.changes) > 1:
         console.print()
@@ -269,4 +270,4 @@ def _seconds(value: float) -> str:
 
 
 def _signed(seconds: float) -> str:
-    return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}" if abs(seconds) >= MIN_SHOWN_S else ""
+    return signed(seconds, format_seconds) if abs(seconds) >= MIN_SHOWN_S else ""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Console
 
-from autoplan.base.units import format_bytes, format_percent, format_seconds, format_tokens
+from autoplan.base.units import counted, format_bytes, format_percent, format_seconds, format_tokens
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.report.answer import closeness, optimizer_text, training_lines
 from autoplan.report.ranking import MIN_OFF, slower
@@ -90,8 +90,7 @@ def _model_line(model: ModelSpec) -> str:
             f"{model.moe.num_experts} experts of {model.moe.expert_ffn_size}, {model.moe.experts_per_token} a token"
         )
     if model.num_mtp_layers:
-        plural = "" if model.num_mtp_layers == 1 else "s"
-        parts.append(f"{model.num_mtp_layers} layer{plural} of multi-token prediction")
+        parts.append(f"{counted(model.num_mtp_layers, 'layer')} of multi-token prediction")
     return ", ".join((*parts, f"vocabulary of {model.vocab_size:,}"))
 
 

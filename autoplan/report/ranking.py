@@ -11,7 +11,7 @@ from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.cost.spreads import NORMAL_90
 from autoplan.report.terminal import END_OF_STEP, MIN_GAP, WAITS, print_table, term_name
 from autoplan.spec.mixed_result import MixedCost
-from autoplan.spec.search_result import Confidence, ObviousPlan, RankedPlan
+from autoplan.spec.search_result import Confidence, Flip, ObviousPlan, RankedPlan
 
 SHOWN_PLANS = 10
 SHOWN_REASONS = 3
@@ -95,14 +95,21 @@ def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, st
     if choice.sensitivity:
         flips = choice.sensitivity.flips
         for at, flip in enumerate(flips[:SHOWN_FLIPS]):
-            change = f"{format_percent(abs(flip.factor - 1.0))} {'higher' if flip.factor > 1 else 'lower'}"
             at_most = "" if flip.is_proven else "at most "
             tell = f"; check with autoplan profile --only {','.join(flip.measure)}" if flip.measure else ""
-            yield "" if at else "unless", f"{flip.quantity} {at_most}{change}: then {flip.plan.describe()}{tell}"
+            yield (
+                "" if at else "unless",
+                f"{flip.quantity} {at_most}{change_of(flip)}: then {flip.plan.describe()}{tell}",
+            )
         if not flips:
             yield "unless", "no single hardware figure, halved or doubled, makes another plan win"
     for at, rival in enumerate(choice.obvious):
         yield "" if at else "not", f"{rival.family}: {_lost(best, rival)}"
+
+
+def change_of(flip: Flip) -> str:
+    """Return the change of a hardware figure that makes another plan win."""
+    return f"{format_percent(abs(flip.factor - 1.0))} {'higher' if flip.factor > 1 else 'lower'}"
 
 
 def _lost(best: RankedPlan, rival: ObviousPlan) -> str:
@@ -117,5 +124,4 @@ def _lost(best: RankedPlan, rival: ObviousPlan) -> str:
         if lost[name] > MIN_REASON * abs(sum(lost.values()))
     ]
     risk = "" if rival.plan.verdict == "fits" else "may run out of memory, "
-    gap = f"{format_percent(abs(rival.ratio - 1.0))} {'slower' if rival.ratio > 1 else 'faster'}"
-    return f"{risk}{gap} ({rival.plan.plan.describe()}): {', '.join(parts)}"
+    return f"{risk}{slower(rival.ratio - 1.0)} ({rival.plan.plan.describe()}): {', '.join(parts)}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from autoplan.base.units import format_bytes, format_days, format_percent, format_seconds
+from autoplan.base.units import counted, format_bytes, format_days, format_percent, format_seconds
 from autoplan.report.terminal import print_lines
 from autoplan.spec.replan_summary import PlanFigures, ReplanSummary
 
@@ -17,14 +17,13 @@ def print_replan(console: Console, summary: ReplanSummary) -> None:
 
 
 def _lines(summary: ReplanSummary) -> Iterator[tuple[str, str]]:
-    nodes = f"{summary.nodes_before} node{'s' if summary.nodes_before > 1 else ''}"
-    yield "before", f"{_described(summary.before)} on {nodes}"
+    yield "before", f"{_described(summary.before)} on {counted(summary.nodes_before, 'node')}"
     yield "now", f"{_described(summary.after)} on {summary.nodes_used} of {summary.nodes_left} nodes"
     devices = summary.after.num_devices / summary.before.num_devices
     yield "kept", f"{100 * summary.kept_share:.1f} % of the throughput, on {100 * devices:.1f} % of the devices"
     if summary.usable_replicas < 1:
         lost = summary.nodes_before - summary.nodes_left
-        spares = f"{lost} spare node{'s' if lost > 1 else ''}" if lost else "as many spare devices"
+        spares = counted(lost, "spare node") if lost else "as many spare devices"
         yield (
             "no replan",
             f"{format_percent(summary.usable_replicas)} of the devices train on if whole replicas stop, "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TextIO
 
 from rich.cells import cell_len
@@ -80,6 +80,11 @@ def print_part(console: Console, part: Table | str) -> None:
         console.print(part, markup=False)
     lines = (line.rstrip() for line in captured.get().splitlines())
     console.print("\n".join(lines), markup=False, soft_wrap=True)
+
+
+def signed(difference: float, text: Callable[[float], str]) -> str:
+    """Return a difference as text with its sign; `text` formats its size."""
+    return ("+" if difference >= 0 else "-") + text(abs(difference))
 
 
 def term_name(name: str) -> str:

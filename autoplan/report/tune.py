@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from autoplan.base.units import format_percent, format_seconds, format_two_figures
-from autoplan.report.terminal import print_lines, print_part, print_table
+from autoplan.base.units import counted, format_percent, format_seconds, format_two_figures
+from autoplan.report.terminal import print_lines, print_part, print_table, signed
 from autoplan.spec.tune_report import TriedPlan, TuneReport
 
 
@@ -27,8 +27,7 @@ def print_tuned(console: Console, report: TuneReport) -> None:
     if report.best is not None:
         lines.append(("model", f"steps take {report.ratio:.2f} times as long as predicted (median of the trials)"))
         lines.append(("left", f"{report.left} of {report.candidates} plans may still be faster and were not run"))
-    count = len(report.trials)
-    spent = f"{count} trial{'s' * (count != 1)}, {format_two_figures(report.gpu_hours)} device-hours"
+    spent = f"{counted(len(report.trials), 'trial')}, {format_two_figures(report.gpu_hours)} device-hours"
     print_lines(console, [*lines, ("spent", spent)])
 
 
@@ -42,7 +41,6 @@ def _order(trial: TriedPlan) -> tuple[bool, float, int]:
 def _row(trial: TriedPlan) -> tuple[str, ...]:
     measured = off = "-"
     if trial.measured_s is not None:
-        ratio = trial.predicted_s / trial.measured_s
         measured = format_seconds(trial.measured_s)
-        off = f"{'+' if ratio >= 1 else '-'}{format_percent(abs(ratio - 1))}"
+        off = signed(trial.predicted_s / trial.measured_s - 1, format_percent)
     return str(trial.number), trial.plan.describe(), format_seconds(trial.predicted_s), measured, off, trial.end

@@ -58,7 +58,7 @@ def predict_all(runs: Iterable[Run]) -> list[Prediction]:
             predictions[place] = Prediction(id=run.id, verdict=verdict, note=_note(run.refusal, run))
             continue
         try:
-            batch = PlanBatch.of([run.plan], run.problem.model.num_layers)
+            batch = run.problem.batch([run.plan])
         except AutoplanError as error:
             predictions[place] = Prediction(id=run.id, verdict="unpriced", note=_note(str(error), run))
         else:
@@ -125,7 +125,7 @@ def recompute_is_stated(run: Run) -> bool:
 
 def _fits_recomputed(problem: Problem, plan: ParallelPlan) -> bool:
     repeated = replace(plan, recompute=Recompute.FULL, recompute_modules=DEFAULT_RECOMPUTE_MODULES)
-    batch = PlanBatch.of([repeated], problem.model.num_layers)
+    batch = problem.batch([repeated])
     return VERDICTS[int(estimate(problem, batch).verdict[0])] != "oom"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autoplan.base.units import counted
 from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.enums import (
     CrossEntropyFusion,
@@ -120,9 +121,8 @@ def _joined(plan: ParallelPlan, schedule: str, sharding: str, *, has_vp: bool) -
 
 def _recompute_words(plan: ParallelPlan) -> str:
     if plan.recompute_num_layers is not None:
-        count = plan.recompute_num_layers
         where = "virtual stage" if plan.vp > 1 else "stage"
-        return f"recompute {count} layer{'s' * (count > 1)} a {where}"
+        return f"recompute {counted(plan.recompute_num_layers, 'layer')} a {where}"
     if plan.recompute_modules != DEFAULT_RECOMPUTE_MODULES:
         return f"recompute {'+'.join(plan.recompute_modules)}"
     return f"{plan.recompute} recompute"

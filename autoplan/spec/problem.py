@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoplan.base.errors import InputError
@@ -13,6 +14,7 @@ from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.lengths import UNEVEN
 from autoplan.spec.model import Block, Encoder, ModelSpec
+from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload
@@ -124,14 +126,23 @@ class Problem:
         is_measured = self.calibration.time_spread is not None or self.timings.has_collectives
         return 0.0 if is_measured else max(level.rate_spread for level in self.cluster.levels)
 
+    def batch(self, plans: Sequence[ParallelPlan]) -> PlanBatch:
+        """The batch of `plans` for the model; unpriced values are refused."""
+        return PlanBatch.of(plans, self.model.num_layers)
+
     def placed(self, placement: tuple[str, ...] | None) -> Problem:
         """The problem with ranks on the nodes in that order; None: as the cluster lists them."""
         return self if placement is None else self.on(compile_topology(self.cluster, placement))
 
     def on(self, topology: Topology) -> Problem:
         """The problem with other levels."""
+        return self._with(topology=topology)
+
+    def _with(self, **values: object) -> Problem:
+        """The problem with other values of fields, which are not checked again."""
         changed = copy.copy(self)
-        object.__setattr__(changed, "topology", topology)
+        for name, value in values.items():
+            object.__setattr__(changed, name, value)
         return changed
 
     @property
@@ -141,18 +152,13 @@ class Problem:
         Where the numbers of images vary, all samples have the most.
         """
         if (images := self.training.images) is not None and self.model.any_encoder is not None:
-            changed = copy.copy(self)
-            object.__setattr__(changed, "model", self.model.with_images(images.most))
-            object.__setattr__(changed, "training", replace(self.training, images=None))
-            return changed
+            return self._with(model=self.model.with_images(images.most), training=replace(self.training, images=None))
         if (lengths := self.training.lengths) is None:
             return self
         seq_len = self.training.seq_len
         if self.training.batching in UNEVEN:
             seq_len = min(seq_len, lengths.longest)
-        changed = copy.copy(self)
-        object.__setattr__(changed, "training", replace(self.training, seq_len=seq_len, lengths=None))
-        return changed
+        return self._with(training=replace(self.training, seq_len=seq_len, lengths=None))
 
     @property
     def of_encoder(self) -> Problem | None:
@@ -169,8 +175,6 @@ class Problem:
             return None
         training = self.training
         alone = encoder.patches or training.document_len
-        other = copy.copy(self)
-        object.__setattr__(other, "model", encoder.layers)
         encoder_training = replace(
             training,
             seq_len=self.encoder_len,
@@ -180,8 +184,7 @@ class Problem:
             finetuning=training.finetuning and training.finetuning.in_encoder(self.model),
             preference=None,
         )
-        object.__setattr__(other, "training", encoder_training)
-        return other
+        return self._with(model=encoder.layers, training=encoder_training)
 
     @property
     def trains_encoder(self) -> bool:
@@ -191,11 +194,7 @@ class Problem:
     def attending(self, block: Block) -> Problem:
         """The problem with the sizes of attention that the model has in a block."""
         model = self.model.attending(block)
-        if model is self.model:
-            return self
-        other = copy.copy(self)
-        object.__setattr__(other, "model", model)
-        return other
+        return self if model is self.model else self._with(model=model)
 
     @property
     def encoder_len(self) -> int:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.processes import RankPlace
-from autoplan.base.units import cleaned
+from autoplan.base.units import cleaned, counted
 
 # Messages of torch, cuBLAS, cuDNN and NCCL for it, in addition to torch's exception.
 _FULL = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED", "Failed to CUDA calloc")
@@ -23,8 +23,8 @@ def take_device(place: RankPlace) -> torch.device:
     count = torch.cuda.device_count()
     if not place.launcher and place.rank == count:  # only the first rank without a device reports it
         raise InputError(
-            f"has no device: {place.num_ranks} ranks were asked for, torch sees {count} "
-            f"device{'s' * (count != 1)}: check CUDA_VISIBLE_DEVICES, or use fewer ranks"
+            f"has no device: {place.num_ranks} ranks were asked for, torch sees {counted(count, 'device')}: "
+            "check CUDA_VISIBLE_DEVICES, or use fewer ranks"
         )
     device = torch.device("cuda", place.local_rank % count)
     torch.cuda.set_device(device)

@@ -148,7 +148,7 @@ def _joined(row: TrafficRow, added: TrafficRow) -> TrafficRow:
 
 def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
     """List all collectives and messages of every stage in a step."""
-    batch = PlanBatch.of([plan], problem.model.num_layers)
+    batch = problem.batch([plan])
     stages, microbatches = np.arange(plan.pp), float(plan.num_microbatches)
     blocks = stage_blocks(problem.model, batch, plan.pp)
     parameters = stage_parameters(problem, batch, blocks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.kernels.block_shapes import block_shapes, layer_shapes, norm_parameters, norm_vectors, relative_table
+from autoplan.cost.kernels.block_shapes import block_shapes, layer_shapes, norm_vectors, relative_table
 from autoplan.cost.kernels.linears import Linear
 from autoplan.spec.finetuning import EMBEDDING, ENCODER, HEAD, FineTuning
 from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, Encoder, ModelSpec

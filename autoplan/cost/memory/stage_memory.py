@@ -340,7 +340,7 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, 
 
 def checkpoint_bytes(problem: Problem, plan: ParallelPlan) -> float:
     """Size of a checkpoint: weights and optimizer states of the trained parameters, each stored once."""
-    batch = PlanBatch.of([plan], problem.model.num_layers)
+    batch = problem.batch([plan])
     parameters = stage_parameters(problem, batch, stage_blocks(problem.model, batch, plan.pp))
     of_ranks = _saved_bytes(problem, batch, parameters, process_groups(batch))
     return float(of_ranks.sum()) * plan.num_devices / plan.pp

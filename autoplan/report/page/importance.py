@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autoplan.base.units import format_percent
 from autoplan.report.page.content import PlanContent
 from autoplan.report.page.elements import Segment, bar, bars, key, section, table
 from autoplan.report.page.html import Markup, tag
+from autoplan.report.ranking import change_of
 from autoplan.spec.search_result import Sensitivity
 
 SHOWN_FLIPS = 5
@@ -39,8 +39,7 @@ def _summary(sensitivity: Sensitivity) -> str:
     if not sensitivity.flips:
         return "No single hardware figure, halved or doubled, makes another plan win."
     flip = sensitivity.flips[0]
-    change = f"{format_percent(abs(flip.factor - 1))} {'higher' if flip.factor > 1 else 'lower'}"
-    return f"The smallest change that would change the answer: {flip.quantity} {change} than assumed."
+    return f"The smallest change that would change the answer: {flip.quantity} {change_of(flip)} than assumed."
 
 
 def _slopes(sensitivity: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
@@ -58,8 +57,7 @@ def _flips(sensitivity: Sensitivity) -> Markup:
     rows = (
         (
             flip.quantity,
-            f"{format_percent(abs(flip.factor - 1))} {'higher' if flip.factor > 1 else 'lower'}"
-            f"{'' if flip.is_proven else ' at the latest'}",
+            f"{change_of(flip)}{'' if flip.is_proven else ' at the latest'}",
             flip.plan.describe(),
             tag("code", f"--only {','.join(flip.measure)}") if flip.measure else "",
         )
