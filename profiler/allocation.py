@@ -71,9 +71,9 @@ class Allocation:
                 f"{hello.num_nodes} of {hello.ranks_per_node}: start one rank for every device"
             )
         if listed := node_names(cluster):
-            strange = [host for host in self.hosts if _listed_name(host, listed) is None]
-            if strange:
-                raise InputError(f"{name} does not list node {strange[0]!r} of this job under [[nodes]]: add it there")
+            unlisted = [host for host in self.hosts if _listed_name(host, listed) is None]
+            if unlisted:
+                raise InputError(f"{name} does not list node {unlisted[0]!r} of this job under [[nodes]]: add it there")
 
     @property
     def hosts(self) -> tuple[str, ...]:

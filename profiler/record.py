@@ -122,7 +122,7 @@ class Record:
             check_text(f"{self.operation} {self.shape}", text)
         if not 0 < len(self.dtype) <= MAX_DTYPE:
             raise InputError(f"{self.operation} {self.shape} needs a dtype of at most {MAX_DTYPE} characters")
-        if self.measured_at and not is_moment(self.measured_at):
+        if self.measured_at and not is_timestamp(self.measured_at):
             raise InputError(f"{self.operation} {self.shape} was measured at {self.measured_at!r}: not ISO 8601 in UTC")
 
     @property
@@ -155,7 +155,7 @@ def check_text(where: str, text: str) -> None:
         raise InputError(f"{where} holds text that is longer than {MAX_TEXT} characters or has control characters")
 
 
-def is_moment(text: str) -> bool:
+def is_timestamp(text: str) -> bool:
     """Return whether `text` is a time in UTC in ISO 8601 format."""
     try:
         return len(text) <= 40 and datetime.fromisoformat(text).utcoffset() == timedelta()

@@ -17,7 +17,7 @@ import msgspec
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_positive
-from autoplan.profiler.record import MAX_SAMPLES, NOT_CONTENT, Fingerprint, check_text, is_moment
+from autoplan.profiler.record import MAX_SAMPLES, NOT_CONTENT, Fingerprint, check_text, is_timestamp
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -63,7 +63,7 @@ class RunRecord:
         texts = (self.framework, self.reason, self.source, self.measured_by, self.host, self.measured_at)
         for text in (*texts, *self.conditions, *self.conditions.values()):
             check_text("a run", text)
-        if self.measured_at and not is_moment(self.measured_at):
+        if self.measured_at and not is_timestamp(self.measured_at):
             raise InputError(f"a run was measured at {self.measured_at!r}: not ISO 8601 in UTC")
 
     @property

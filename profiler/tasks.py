@@ -128,11 +128,11 @@ def ranked_tasks(scope: MeasurementScope, hello: Hello, measured: Collection[Tas
                 kernel = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
                 if kernel and (not scope.only or operation in scope.only):
                     # FSDP2 casts the weights during the gather, so there is no separate copy in the compute type.
-                    is_bare = operation == "optimizer" and scope.framework.memory.fsdp2_states
+                    is_fp32 = operation == "optimizer" and scope.framework.memory.fsdp2_states
                     task = Task(
                         operation=operation,
                         shape=call.shape,
-                        dtype="fp32" if is_bare else dtype,
+                        dtype="fp32" if is_fp32 else dtype,
                         kernel=kernel + call.suffix,
                         mode=mode,
                     )

@@ -326,9 +326,9 @@ def hold_for(num_calls: int, queued_s: float, sample_s: float) -> tuple[int, flo
     return calls, HOLD_MARGIN * queued_s * calls / num_calls
 
 
-def usual(looks: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def usual(timings: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the medians of several (seconds to queue, seconds until finished), since the host may be busy once."""
-    queued_s, sample_s = np.median(np.asarray(looks), axis=0)
+    queued_s, sample_s = np.median(np.asarray(timings), axis=0)
     return float(queued_s), float(sample_s)
 
 
@@ -372,7 +372,7 @@ def _device_samples_s(run: Run | StagedRun, num_calls: int, num_samples: int, se
             for _ in range(num_calls):
                 run.prepare()
             mark()
-    sensors.look()
+    sensors.sample()
     marks[-1].synchronize()
     times_s = np.array([0.0, *(1e-3 * marks[0].elapsed_time(event) for event in marks[1:])]).reshape(num_samples, -1)
     lengths = np.diff(times_s, axis=1)

@@ -43,7 +43,7 @@ def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
     where = " of a node's host memory" if is_host else ""
     raise NoPlanError(
         f"no plan fits: the closest ({closest.plan.describe()}) needs "
-        f"{needed_text(needed, capacity, closest.oom_probability, where)}; {_way_out(problem, space)}"
+        f"{needed_text(needed, capacity, closest.oom_probability, where)}; {_remedy(problem, space)}"
     )
 
 
@@ -128,7 +128,7 @@ def _why_no_batch(limits: Limits, degrees: set[int]) -> str:
     )
 
 
-def _way_out(problem: Problem, space: Space) -> str:
+def _remedy(problem: Problem, space: Space) -> str:
     """Describe what makes the model fit: a larger cluster within the user's limits, other choices here, or both."""
     limits = space.limits
     free = _free(problem, limits)

@@ -152,10 +152,10 @@ def robust_order(problem: Problem, result: SearchResult, quantile: float) -> Sea
     floors = np.exp(z * Familiarity.of(problem, batch).least) * [candidate.s_per_sequence for candidate in rivals]
     reach = fastest * (1 + margin) * math.exp(z * spread_range(problem)[0])
     # If there are more plans than a search keeps, it drops only plans slower than all kept ones.
-    is_whole = old.priced <= KEPT_WINNERS or max(rival.s_per_sequence for rival in rivals) >= fastest * (1 + margin)
-    is_whole = is_whole and bool((floors >= least).all()) and reach >= least
+    is_complete = old.priced <= KEPT_WINNERS or max(rival.s_per_sequence for rival in rivals) >= fastest * (1 + margin)
+    is_complete = is_complete and bool((floors >= least).all()) and reach >= least
     certificate = replace(
-        old, quantile=quantile, best_step_s=rivals[0].step_s, proven=old.proven and is_whole, margin=margin
+        old, quantile=quantile, best_step_s=rivals[0].step_s, proven=old.proven and is_complete, margin=margin
     )
     ranked = tuple(sorted(result.ranked, key=lambda candidate: at_quantile(candidate, z)))
     return replace(result, ranked=ranked, rivals=rivals, certificate=certificate)

@@ -80,14 +80,15 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
     order = np.argsort(seconds_per_sequence(costs), kind="stable")
     best_s = best.step_s / plan.global_batch
     admitted = legal(rules, workload, batch)[lawful]
-    mine = axes_of(problem.model, plan)
+    own = axes_of(problem.model, plan)
     result = []
     for at, near in zip(order.tolist(), ranked(problem, costs, order), strict=True):
         unrounded = requested[candidates[lawful[at]]]
         axes = axes_of(problem.model, near.plan) | {"global_batch": unrounded.global_batch}
-        changes = tuple((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(mine, axes))
-        is_whole = unrounded.global_batch == near.plan.global_batch
-        says = () if admitted[at] and is_whole else broken(rules, workload, near.plan if is_whole else unrounded)
+        changes = tuple((axis, words(axis, own[axis]), words(axis, axes[axis])) for axis in differing(own, axes))
+        keeps_batch = unrounded.global_batch == near.plan.global_batch
+        asked = near.plan if keeps_batch else unrounded
+        faults = () if admitted[at] and keeps_batch else broken(rules, workload, asked)
         needed, capacity, is_host = near.scarcest_memory(problem.capacity_bytes, problem.cluster.host.memory_bytes)
         result.append(
             Neighbour(
@@ -98,7 +99,7 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
                 needed_bytes=needed,
                 capacity_bytes=capacity,
                 is_host=is_host,
-                broken=says,
+                broken=faults,
             )
         )
     return result
@@ -144,21 +145,21 @@ def _binding(
     problem: Problem, best: RankedPlan, stages: Sequence[StageCost], faster: Sequence[Neighbour]
 ) -> tuple[str, ...]:
     """Name what limits the plan, or what by itself rules out faster ones: memory or rules."""
-    says = []
+    limits = []
     if best.verdict != "fits":
         worst = max(stages, key=lambda stage: stage.memory_bytes)
         needed, capacity = format_bytes(worst.memory_bytes), format_bytes(problem.capacity_bytes)
-        says.append(f"memory of stage {worst.stage}: the plan itself needs {needed} of {capacity} there")
+        limits.append(f"memory of stage {worst.stage}: the plan itself needs {needed} of {capacity} there")
     heavy = [near for near in faster if near.plan.verdict != "fits" and not near.broken]
     if heavy:
         lightest = min(heavy, key=_excess)
         needed, capacity = format_bytes(lightest.needed_bytes), format_bytes(lightest.capacity_bytes)
         where = "the hosts" if lightest.is_host else f"stage {lightest.stage}"
-        says.append(f"memory of {where}: a faster plan needs {needed} of {capacity} there")
+        limits.append(f"memory of {where}: a faster plan needs {needed} of {capacity} there")
     rules = [near.broken[0] for near in faster if near.plan.verdict == "fits" and len(near.broken) == 1]
-    says += list(dict.fromkeys(rules))[:MAX_RULES]
-    if says:
-        return tuple(says)
+    limits += list(dict.fromkeys(rules))[:MAX_RULES]
+    if limits:
+        return tuple(limits)
     if any(near.is_possible for near in faster):
         return ("nothing: faster plans that fit are one or two changes away",)
     if faster:
@@ -169,22 +170,22 @@ def _binding(
 # -- another plan ------------------------------------------------------------------------------------------------------
 
 
-def versus(problem: Problem, best: ParallelPlan, name: str, other_plan: ParallelPlan, theirs: Problem) -> Versus:
-    """Compare `other_plan`, a plan of the problem `theirs`, with the `best` of `problem`."""
+def versus(problem: Problem, best: ParallelPlan, name: str, other_plan: ParallelPlan, other_problem: Problem) -> Versus:
+    """Compare `other_plan`, a plan of the problem `other_problem`, with the `best` of `problem`."""
     (first,) = prices(problem, [best])
-    if faults := broken(universal.RULES, theirs.workload, other_plan):
+    if faults := broken(universal.RULES, other_problem.workload, other_plan):
         raise InputError(f"{name}: {faults[0]}")
-    (second,) = prices(theirs, [other_plan])
-    rules = rules_for(theirs.framework)
+    (second,) = prices(other_problem, [other_plan])
+    rules = rules_for(other_problem.framework)
     axis_changes: tuple[AxisChange, ...] = ()
-    if problem.workload == theirs.workload and problem.cluster == theirs.cluster:
+    if problem.workload == other_problem.workload and problem.cluster == other_problem.cluster:
         axis_changes = changes(Difference(problem=problem, rules=rules, before=best, after=other_plan))
     return Versus(
         name=name,
         plan=second,
-        stages=stage_costs(theirs, other_plan),
+        stages=stage_costs(other_problem, other_plan),
         gap=compared(second, first),
-        broken=broken(rules, theirs.workload, other_plan),
+        broken=broken(rules, other_problem.workload, other_plan),
         changes=axis_changes,
     )
 

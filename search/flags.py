@@ -220,8 +220,8 @@ def with_flags(
     fixes = _pairs(fix, "--fix")
     for axis, text in fixes:
         limits = _fixed(limits, axis, text)
-        if strange := [choice for choice in allowed if _is_other_value(choice, axis, limits)]:
-            raise InputError(f"--allow {strange[0]} and --fix {axis}={text}: leave one of them out")
+        if excluded := [choice for choice in allowed if _is_other_value(choice, axis, limits)]:
+            raise InputError(f"--allow {excluded[0]} and --fix {axis}={text}: leave one of them out")
     for axis, count in limits.fixed:
         if count > bounds.get(axis, count):
             raise InputError(f"--fix {axis}={count} is above --max {axis}={bounds[axis]}: leave one of them out")

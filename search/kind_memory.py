@@ -61,7 +61,7 @@ def kind_memory(problem: Problem, batch: PlanBatch, states_of: PlanBatch | None 
     first, of_memory = distinct_rows(*columns, states_of.sharding, states_of.offload)
     batch, longest = batch.take(first), problem.at_longest
     m, pp, reserved = batch.num_microbatches, batch.pp, problem.framework.memory.reserved_factor
-    state_bytes, embedding_bytes = _held_bytes(problem, states_of.take(first))
+    state_bytes, embedding_bytes = _layer_and_embedding_bytes(problem, states_of.take(first))
     memory = KindMemory(
         num_live=np.minimum(m, pp),
         num_live_second=np.minimum(m, np.maximum(pp - 1, 1)),
@@ -87,11 +87,11 @@ def per_layer(model: ModelSpec, per_block: dict[Block, Floats]) -> Floats:
     return np.stack([add_up(per_block[block] for block in layer) for layer in model.layer_kinds], axis=-1)
 
 
-def _held_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
+def _layer_and_embedding_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     """Return (bytes of the states of a layer, of the embedding)."""
     dense, expert = layer_parameters(problem, batch)
     if problem.training.finetuning is not None:
-        return _held_beside_frozen(problem, batch, dense, expert)
+        return _with_frozen_weights(problem, batch, dense, expert)
     per_dense, per_expert, per_end = (
         _state_bytes(problem, batch, *numbers) for numbers in ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (1.0, 0.0, 1.0))
     )
@@ -99,7 +99,7 @@ def _held_bytes(problem: Problem, batch: PlanBatch) -> tuple[Floats, Floats]:
     return per_dense[:, None] * dense + per_expert[:, None] * expert, embedding_bytes
 
 
-def _held_beside_frozen(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
+def _with_frozen_weights(problem: Problem, batch: PlanBatch, dense: Floats, expert: Floats) -> tuple[Floats, Floats]:
     """Return (bytes of a layer's states, of the embedding's states) with frozen weights."""
     model, finetuning, element = problem.model, problem.training.finetuning, problem.training.element_bytes
     assert finetuning is not None

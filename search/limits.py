@@ -176,8 +176,8 @@ def _has_graphs(graphs: Value, problem: Problem) -> bool:
     """
     if problem.model.moe is None:
         return graphs != CudaGraphs.ATTENTION
-    is_whole = graphs == CudaGraphs.FULL_ITERATION
-    return problem.training.precision == Precision.MXFP8 if is_whole else graphs != CudaGraphs.LAYER
+    is_full_iteration = graphs == CudaGraphs.FULL_ITERATION
+    return problem.training.precision == Precision.MXFP8 if is_full_iteration else graphs != CudaGraphs.LAYER
 
 
 def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:

@@ -138,8 +138,8 @@ class MixedSpace:
             return None
         form, kinds = np.concatenate(owners), PlanBatch.concatenate(batches)
         # Sharded weights and gradients are exchanged only between replicas on whole parts (`check_mixed`).
-        is_whole = np.array([self._is_whole(way) for way in forms])[form] & (kinds.cp == 1)
-        rows = np.flatnonzero((kinds.sharding <= Sharding.ZERO1.code) | is_whole)
+        fills_one_part = np.array([self._fills_one_part(way) for way in forms])[form] & (kinds.cp == 1)
+        rows = np.flatnonzero((kinds.sharding <= Sharding.ZERO1.code) | fills_one_part)
         if not len(rows):
             return None
         form, kinds = form[rows], kinds.take(rows)
@@ -155,7 +155,7 @@ class MixedSpace:
         )
         return self._bounded(ways)
 
-    def _is_whole(self, way: Pipelines) -> bool:
+    def _fills_one_part(self, way: Pipelines) -> bool:
         (part, tp), *deeper = way.places
         return not deeper and way.count * tp == self.problem.cluster.parts[part].num_devices
 
@@ -167,8 +167,8 @@ class MixedSpace:
     def structure(self, candidate: Candidate) -> Structure:
         """Return the structure of combined groups, all with the same axes."""
         plans = [ways.kinds.plan(at) for ways, at in zip(candidate.groups, candidate.rows, strict=True)]
-        whole = MAX_DEGREE if self.problem.model.moe else 1
-        etp = min((plan.etp for plan in plans if plan.etp < plan.tp), default=whole)
+        unbounded = MAX_DEGREE if self.problem.model.moe else 1
+        etp = min((plan.etp for plan in plans if plan.etp < plan.tp), default=unbounded)
         forms, micro_batches = zip(*candidate.form, strict=True)
         if self.equal.replicas:
             forms = tuple(replace(form, vp=forms[0].vp) for form in forms)
@@ -239,9 +239,9 @@ class MixedSpace:
                 ways, -(-self.global_batch // (kinds.dp_shard * kinds.micro_batch)), costs, costs
             )
             # Interleaved pipelines run whole rounds of micro-batches.
-            comes_out = (kinds.vp == 1) | (self.global_batch % (kinds.micro_batch * kinds.pp) == 0)
+            is_divisible = (kinds.vp == 1) | (self.global_batch % (kinds.micro_batch * kinds.pp) == 0)
             least_s = np.where(
-                comes_out, (1.0 + straggler_share(ways.num_devices)) * (self._rest_s(ways, costs) + passes_s), np.inf
+                is_divisible, (1.0 + straggler_share(ways.num_devices)) * (self._rest_s(ways, costs) + passes_s), np.inf
             )
             ways = replace(ways, kinds=replace(kinds, vp=chunks), least_s=least_s)
         if len(ways.parts) < num_parts:

@@ -64,8 +64,8 @@ def nearest(
     order = fitting[np.lexsort((seconds_per_sequence(costs)[fitting], changed))]
     for near in ranked(problem, costs, order[:MAX_ASKED]):
         if accepts(near):
-            mine = axes_of(problem.model, near.plan)
-            changes = ((axis, words(axis, mine[axis]), words(axis, axes[axis])) for axis in differing(axes, mine))
+            found = axes_of(problem.model, near.plan)
+            changes = ((axis, words(axis, found[axis]), words(axis, axes[axis])) for axis in differing(axes, found))
             return Near(plan=near, changes=tuple(changes))
     return None
 

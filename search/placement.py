@@ -173,7 +173,7 @@ class _OrderSearch:
         for where, share in spread.items():
             max_share = float(max(share.max(), now[where].max()))
             if max_share > 0:
-                longest, shortest = (self._what_if(now, where, leaving) for leaving in (max_share, 0.0))
+                longest, shortest = (self._step_with(now, where, leaving) for leaving in (max_share, 0.0))
                 slopes[where] = max(longest - shortest, 0.0) / max_share
         return slopes
 
@@ -252,7 +252,7 @@ class _OrderSearch:
         worst = np.max([counts.max(axis=1) for counts in spread_of_groups], axis=0)
         return worst + MEAN_WEIGHT * np.sum([counts.mean(axis=1) for counts in spread_of_groups], axis=0)
 
-    def _what_if(
+    def _step_with(
         self, shares: dict[tuple[int, RankGroup], Floats], where: tuple[int, RankGroup], leaving: float
     ) -> float:
         """Return the step with these shares, except one changed share."""

@@ -224,8 +224,8 @@ def tuning_state(plans: Sequence[RankedPlan], trials: Sequence[TunedTrial]) -> T
         worth = fits * believed.improvement(min([bar, *(float(surrogate.mean[plan.at]) for plan in running)]))
         again = _too_close(surrogate, measured, best)
     runs = Counter(trial.at for trial in trials if trial.result is None or trial.result.how != "cancelled")
-    under_way = {trial.at for trial in trials if trial.result is None}
-    repeatable = [at for at in again if runs[at] < MAX_RUNS and at not in under_way]
+    unfinished = {trial.at for trial in trials if trial.result is None}
+    repeatable = [at for at in again if runs[at] < MAX_RUNS and at not in unfinished]
     following = (
         int(candidates[np.argmax(worth[candidates])])
         if len(candidates)

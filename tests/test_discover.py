@@ -686,7 +686,7 @@ def test_cluster_local_says_what_to_do_where_it_cannot_be_told(
 ) -> None:
     nameless = Report(seen=(nvidia_smi.parse(matrix(8, "NV18")),))
     with monkeypatch.context() as patch:
-        patch.setattr("autoplan.api.discovery.look", lambda: ([nameless], None))
+        patch.setattr("autoplan.api.discovery.observed_here", lambda: ([nameless], None))
         status, _, err = typed("topo", "local")
     assert (status, err.count("\n")) == (1, 1)
     assert "pass --device, such as" in err

@@ -63,9 +63,9 @@ def test_a_run_on_amd_devices_is_watched(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(watch, "LOOK_S", 0.01)
     with watch.Watch() as seen:
         time.sleep(0.2)
-    looks = seen.looks
-    assert set(looks) == {watch.Look("memory thermal", 2100, 560, None)}
-    values, disturbance = watch.conditions(looks, None)
+    samples = seen.samples
+    assert set(samples) == {watch.DeviceSample("memory thermal", 2100, 560, None)}
+    values, disturbance = watch.conditions(samples, None)
     assert values["clock_mhz"] == "2100"
     assert values["power_w"] == "560"
     assert "other_load" not in values  # its library does not tell

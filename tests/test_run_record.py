@@ -123,7 +123,7 @@ def test_a_run_is_hidden_and_its_mark_travels(tmp_path: Path, url: str) -> None:
         assert (found, mark.by, mark.reason) == (RUN, "ada", "a noisy hour")
         assert own.add(team.marks()).marks == 1
         assert list(own.runs()) == [FAILED]
-        assert own.change([own.whole_key(RUN.key[:8])], hides=False, by="bob", reason="was quiet") == 1
+        assert own.change([own.full_key(RUN.key[:8])], hides=False, by="bob", reason="was quiet") == 1
         assert team.add(own.marks()).marks == 1
         assert list(team.runs()) == [RUN, FAILED]
 
@@ -142,10 +142,10 @@ def test_a_database_of_before_runs_could_be_hidden_is_read_and_added_to(
         assert (store.schema, store.add([FAILED]).new) == (3, 1)
         assert (list(store.runs()), list(store.records()), list(store.check())) == ([RUN, FAILED], [GEMM], [])
         assert store.find(RUN.key) == (RUN, None)
-        assert store.change([store.whole_key(GEMM.key)], hides=True, by="ada", reason="hot") == 1
+        assert store.change([store.full_key(GEMM.key)], hides=True, by="ada", reason="hot") == 1
         assert [mark.key for mark in store.marks()] == [GEMM.key]
         with pytest.raises(StoreError, match="schema 3, which hides no runs: its owner can migrate it"):
-            store.whole_key(RUN.key)
+            store.full_key(RUN.key)
 
 
 def test_a_database_of_before_gets_its_table_of_runs(tmp_path: Path) -> None:

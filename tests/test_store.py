@@ -222,7 +222,7 @@ def test_what_this_version_does_not_understand_is_passed_over_and_counted(store:
     assert list(store.records()) == [other]
     assert store.num_unread == 1
     assert store.measured_keys(LAB) >= {("gemm", other.shape, other.dtype, other.kernel, other.mode)}
-    assert store.change([store.whole_key(GEMM.key[:8])], hides=True, by="ada", reason="of an older version") == 1
+    assert store.change([store.full_key(GEMM.key[:8])], hides=True, by="ada", reason="of an older version") == 1
     with open_store(url) as again:
         assert (list(again.records()), len(again.timings(LAB)), again.num_unread) == ([other], 1, 0)
 

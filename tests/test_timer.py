@@ -248,17 +248,18 @@ def test_one_slow_look_at_queueing_does_not_make_a_kernel_wait_for_its_host() ->
 
 
 def test_the_backend_of_attention_is_told() -> None:
-    from autoplan.profiler.operations import attention
+    from autoplan.profiler.operations.attention import backend_of
     from autoplan.profiler.operations.inputs import InputFactory
+    from autoplan.profiler.operations.kernels import build
 
     shape = (1, 64, 4, 2, 16, 0)
     for kernel in ("sdpa flash", "sdpa"):
         factory = InputFactory(device=CPU, dtype="fp32", kernel=kernel)
-        for build in (attention.attention, attention.attention_backward):
-            assert attention.backend_of(build(factory, *shape)) == "flash cpu"
+        assert backend_of(build("attention", shape, factory)) == "flash cpu"
+        assert backend_of(build("attention_backward", shape, factory)) == "flash cpu"
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         factory = InputFactory(device=CPU, dtype="fp32", kernel="sdpa")
-        assert attention.backend_of(attention.attention(factory, *shape)) == "math"
+        assert backend_of(build("attention", shape, factory)) == "math"
 
 
 def test_a_device_is_held_only_where_its_host_may_be_behind() -> None:

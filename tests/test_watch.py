@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoplan.profiler.machine import hardware
-from autoplan.profiler.machine.watch import Look, conditions
+from autoplan.profiler.machine.watch import DeviceSample, conditions
 
 
 class Nvml:
@@ -43,8 +43,8 @@ def test_the_gpus_of_a_run_are_those_that_it_sees(
 
 
 def test_a_watch_over_a_run_says_what_disturbed_it() -> None:
-    calm = Look(slowdown="", clock_mhz=1755, power_w=650, foreign=0.0)
-    hot = Look(slowdown="hardware thermal", clock_mhz=1200, power_w=500, foreign=0.0)
+    calm = DeviceSample(slowdown="", clock_mhz=1755, power_w=650, foreign=0.0)
+    hot = DeviceSample(slowdown="hardware thermal", clock_mhz=1200, power_w=500, foreign=0.0)
     assert conditions([calm] * 20, None) == ({"clock_mhz": "1755", "power_w": "650", "other_load": "0.0 %"}, "")
     found, disturbance = conditions([calm] * 8 + [hot] * 2, None)
     assert found["slowdown"] == "hardware thermal at 20 % of 10 looks"

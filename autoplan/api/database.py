@@ -131,7 +131,7 @@ def change_chosen(choice: Choice, reason: str, db: str | None = None, *, hides: 
 def change(keys: Collection[str], reason: str, db: str | None = None, *, hides: bool) -> Changed:
     """Hide or approve records and runs; `keys` can be prefixes."""
     with opened_store(db, writable=True, creates=False) as store:
-        full_keys = {store.whole_key(key.lower()) for key in keys}
+        full_keys = {store.full_key(key.lower()) for key in keys}
         num_new = store.change(full_keys, hides=hides, by=user_name(), reason=_reason(reason))
     return Changed(changed=num_new, as_before=len(full_keys) - num_new)
 

@@ -31,10 +31,10 @@ def local_cluster() -> ClusterSpec:
             f"cluster local is for one program, {place.launcher} has started {place.num_ranks} ranks: let them run "
             "autoplan discover --out cluster.toml, and give that file"
         )
-    sighting = look()
-    assert sighting is not None  # no other rank has it
+    observed = observed_here()
+    assert observed is not None  # no other rank has it
     try:
-        description = described(*sighting, is_here=True)
+        description = described(*observed, is_here=True)
     except InputError as error:
         raise InputError(f"cluster local: {error} to autoplan discover --out FILE, and give that file") from None
     cores = "no accelerator was found here: cluster local uses CPU cores as devices"
@@ -75,7 +75,7 @@ def observe(
     """Return what saved files, this machine or all nodes of the job report; None on ranks other than the first."""
     if nodes < 0:
         raise InputError(f"--nodes must be at least 1, got {nodes}")
-    return _read_files([Path(source) for source in sources], kind) if sources else look()
+    return _read_files([Path(source) for source in sources], kind) if sources else observed_here()
 
 
 def described(
@@ -111,7 +111,7 @@ def _read_files(sources: list[Path], kind: str) -> tuple[list[Report], SwitchTre
     return reports, trees[0] if trees else None
 
 
-def look() -> tuple[list[Report], SwitchTree | None] | None:
+def observed_here() -> tuple[list[Report], SwitchTree | None] | None:
     """Return the reports of this machine or of all nodes of the job; None on ranks other than 0."""
     place, own_report = place_from(os.environ), None
     if place is None or place.local_rank == 0:

@@ -192,10 +192,10 @@ def measurement(file: PlanFile, path: Path) -> str:
         check_training(file.training)
         check_model(file.model)
     except InputError:
-        is_ours = False
+        is_built_in = False
     else:
-        is_ours = file.framework.rules == "trainer"
-    return command if is_ours else f"{command} --command -- PROGRAM"
+        is_built_in = file.framework.rules == "trainer"
+    return command if is_built_in else f"{command} --command -- PROGRAM"
 
 
 def next_step(file: PlanFile | MixedPlanFile, path: Path) -> tuple[str, str]:

@@ -69,23 +69,23 @@ def run_command(
         raise InputError(f"--command starts the job itself: run it once, not on every rank of {place.launcher}")
     batch = Batch(num_sequences=plan.global_batch, seq_len=problem.training.seq_len, num_devices=plan.num_devices)
     reader, words = LogReader(batch, warmup=warmup), LogEnd()
-    has_said = False
+    has_warned = False
     with follow.opened_log() as keep:
 
-        def hear(data: bytes, now_s: float) -> bool:
-            nonlocal has_said
+        def on_output(data: bytes, now_s: float) -> bool:
+            nonlocal has_warned
             keep(data)
             for line in reader.feed(data, now_s):
                 words.read(line)
-            if not (has_said or reader.num_steps) and (other_batch := reader.other_batch):
-                has_said = True
+            if not (has_warned or reader.num_steps) and (other_batch := reader.other_batch):
+                has_warned = True
                 follow.say(f"{other_batch}: such steps do not count")
             follow.progress(min(reader.num_steps, steps), steps)
             return reader.num_steps >= steps
 
         began_s = time.monotonic()
         try:
-            ending = run_program(program, hear, limit_s=limit_s)
+            ending = run_program(program, on_output, limit_s=limit_s)
         except KeyboardInterrupt:
             raise AutoplanError(
                 f"interrupted after {time.monotonic() - began_s:.0f} s: {program[0]} was ended"

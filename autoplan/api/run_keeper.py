@@ -22,7 +22,7 @@ from autoplan.spec.problem import Problem
 from autoplan.trainer.task import Command, PredictedRun, RunFile
 
 if TYPE_CHECKING:  # Optuna, which a run does not need
-    from autoplan.profiler.machine.watch import Look
+    from autoplan.profiler.machine.watch import DeviceSample
     from autoplan.search.tune import Tuning
 
 
@@ -34,7 +34,7 @@ class RunKeeper:
 
         self._open = partial(open_store, url)
         self._open().close()
-        self._looks: Sequence[Look] = ()
+        self._samples: Sequence[DeviceSample] = ()
 
     @contextmanager
     def followed(
@@ -52,13 +52,13 @@ class RunKeeper:
             except StoreError as unkept:
                 raise AutoplanError(f"{error}; and this was not stored: {unkept}") from None
             raise
-        self._looks = watch.looks
+        self._samples = watch.samples
 
     def keep(self, problem: Problem, run: RunFile) -> str:
         """Add a finished run; return what disturbed it, as no calibration uses a disturbed run."""
         from autoplan.profiler.machine.watch import conditions
 
-        seen_conditions, disturbance = conditions(self._looks, run.measured.other_load)
+        seen_conditions, disturbance = conditions(self._samples, run.measured.other_load)
         log_of = run.task.log_of if isinstance(run.task, Command) else ""
         self._add(
             problem,

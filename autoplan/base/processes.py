@@ -215,15 +215,15 @@ class Children:
         )
         context = _server(self._preload)
         for place in places:
-            ours, theirs = context.Pipe()
+            own_end, child_end = context.Pipe()
             process = context.Process(
-                target=_be_rank, args=(place, self._work, theirs), name=f"rank {place.rank}", daemon=True
+                target=_be_rank, args=(place, self._work, child_end), name=f"rank {place.rank}", daemon=True
             )
             with _undisturbed():  # so that every started rank is recorded and will be ended
                 process.start()
                 self._processes.append(process)
-                self._lines.append(ours)
-            theirs.close()
+                self._lines.append(own_end)
+            child_end.close()
         if not self.leads:
             return None
         return self._answer(START_S + self._answer_s)

@@ -96,10 +96,10 @@ def main() -> None:
     # time.
     gc.set_threshold(100_000, 50, 50)
     try:
-        arguments, whole_urls = redact_arguments(sys.argv[1:])
+        arguments, urls = redact_arguments(sys.argv[1:])
         # Only the called command has to be loaded; anything else as first argument needs all of them.
         called = tuple(name for name in COMMANDS if name in arguments[:1])
-        make_app(called or COMMANDS)(arguments, prog_name="autoplan", obj=whole_urls)
+        make_app(called or COMMANDS)(arguments, prog_name="autoplan", obj=urls)
     except AutoplanError as error:
         sys.stdout.flush()
         print(f"autoplan: {_one_line(error)}", file=sys.stderr)

@@ -15,7 +15,7 @@ from autoplan import api
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode, write_text
 from autoplan.base.units import format_seconds
-from autoplan.cli.inputs import check_outputs, whole_url
+from autoplan.cli.inputs import check_outputs, url_with_password
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, SetOption, whole_number
 from autoplan.cli.remarks import print_written, say
 
@@ -84,7 +84,7 @@ def calibrate(
         imported = api.measured_runs.import_logs(
             from_logs,
             cluster=cluster,
-            db=whole_url(context, url),
+            db=url_with_password(context, url),
             with_times=timings,
             model=model,
             seq_len=seq_len,

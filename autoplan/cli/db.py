@@ -13,7 +13,7 @@ from autoplan import api
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode, encode_line, write_text
 from autoplan.base.units import format_bytes, format_seconds
-from autoplan.cli.inputs import check_outputs, whole_url
+from autoplan.cli.inputs import check_outputs, url_with_password
 from autoplan.cli.options import DbOption, ForceOption, QuietOption
 from autoplan.cli.progress import progress_bar
 from autoplan.cli.remarks import print_warnings, print_written, say
@@ -64,7 +64,7 @@ DeviceOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only thi
 @db.command()
 def info(context: typer.Context, url: DbOption = None, json: JsonOption = False) -> None:
     """Show where the database is, and how many records it has for each machine."""
-    database = api.database.holdings(whole_url(context, url))
+    database = api.database.holdings(url_with_password(context, url))
     if json:
         _print_json(database)
         return
@@ -102,7 +102,7 @@ def list_(
     """List records or training runs in the order in which they were added."""
     from autoplan.profiler.store import Choice  # brings SQLAlchemy
 
-    database, max_rows = whole_url(context, url), limit + 1  # one more, to know whether there are more
+    database, max_rows = url_with_password(context, url), limit + 1  # one more, to know whether there are more
     choice = Choice(**{name: context.params[name] for name in FILTERS})
     hidden = hidden or review == "hidden"
     if not runs:
@@ -158,7 +158,7 @@ def show(
     json: JsonOption = False,
 ) -> None:
     """Show one record or training run, with its samples, its machine and its review."""
-    shown = api.database.find(key, whole_url(context, url))
+    shown = api.database.find(key, url_with_password(context, url))
     if json:
         _print_json(shown)
     else:
@@ -175,7 +175,7 @@ def push(
     quiet: QuietOption = False,
 ) -> None:
     """Add the records, runs and reviews of this database to another one, which quarantines implausible records."""
-    _copy(whole_url(context, url), whole_url(context, to), trust, json=json, quiet=quiet)
+    _copy(url_with_password(context, url), url_with_password(context, to), trust, json=json, quiet=quiet)
 
 
 @db.command()
@@ -188,7 +188,7 @@ def pull(
     quiet: QuietOption = False,
 ) -> None:
     """Add the records, runs and reviews of another database to this one; needs read access only."""
-    _copy(whole_url(context, from_), whole_url(context, url), trust, json=json, quiet=quiet)
+    _copy(url_with_password(context, from_), url_with_password(context, url), trust, json=json, quiet=quiet)
 
 
 def _copy(source: str | None, target: str | None, trust: list[str] | None, *, json: bool, quiet: bool) -> None:
@@ -211,7 +211,7 @@ def export(
 ) -> None:
     """Write the visible records and training runs, and the reviews, to an exchange file."""
     written = api.database.export_file(
-        file, whole_url(context, url), device=device, trust=trust, anonymous=anonymous, force=force
+        file, url_with_password(context, url), device=device, trust=trust, anonymous=anonymous, force=force
     )
     if json:
         _print_json(written)
@@ -250,14 +250,14 @@ def import_(
         print_warnings([warning], quiet=quiet)
     with progress_bar(quiet=quiet, doing="adding", unit="records") as show:
         on_batch = (lambda done: show(done, None)) if show else None
-        added = api.database.add(records, whole_url(context, url), on_batch=on_batch)
+        added = api.database.add(records, url_with_password(context, url), on_batch=on_batch)
     _print_added(added, json=json)
 
 
 @db.command()
 def check(context: typer.Context, url: DbOption = None, json: JsonOption = False) -> None:
     """Find records that cannot be right: faster than the device, unsettled, or changed since they were added."""
-    findings = api.database.check(whole_url(context, url))
+    findings = api.database.check(url_with_password(context, url))
     if json:
         _print_json(findings)
         return
@@ -281,7 +281,7 @@ def report(
 ) -> None:
     """Compare hosts and days; with --out write a page on the coverage, age and spread of the measurements."""
     check_outputs(out, force=force)
-    overview = api.team.overview(whole_url(context, url), plans or ())
+    overview = api.team.overview(url_with_password(context, url), plans or ())
     if out is not None:
         write_text(out, api.team.page_of(overview), force=force)
         print_written(out, quiet=quiet)
@@ -342,7 +342,7 @@ def _mark(
         raise InputError("give either keys, or filters such as --host and --since")
     if typed["operation"] and typed["runs"]:
         raise InputError("--runs selects training runs, which have no --operation")
-    url = whole_url(context, typed["url"])
+    url = url_with_password(context, typed["url"])
     if typed["keys"]:
         counts = api.database.change(typed["keys"], typed["reason"], url, hides=hides)
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoplan.cli.inputs import whole_url
+from autoplan.cli.inputs import url_with_password
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
 from autoplan.cli.remarks import print_warnings, print_written
 
@@ -78,14 +78,14 @@ def discover(
             name=name,
             device=device,
             measured_links=url is not None,
-            db=whole_url(context, url),
+            db=url_with_password(context, url),
         )
         if description is None:
             return
         heading = ("Found by `autoplan discover`: correct what is assumed.",)
         text = cluster_toml(description.cluster, description.remarks, heading)
         if not quiet:
-            _tell(description)
+            _print_findings(description)
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -95,7 +95,7 @@ def discover(
             typer.echo(f"next: autoplan topo {shlex.quote(str(out))}", err=True)
 
 
-def _tell(description: Description) -> None:
+def _print_findings(description: Description) -> None:
     """Print the findings and their sources in a few lines."""
     from autoplan.base.units import format_percent
 

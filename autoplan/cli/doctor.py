@@ -9,7 +9,7 @@ import typer
 from autoplan import api
 from autoplan.base.files import encode
 from autoplan.base.units import counted
-from autoplan.cli.inputs import whole_url
+from autoplan.cli.inputs import url_with_password
 from autoplan.cli.options import DbOption
 
 
@@ -22,7 +22,7 @@ def doctor(
 
     It changes nothing and shows no passwords.  Every problem comes with its remedy and does not count as a failure.
     """
-    checkup = api.doctor.check_up(whole_url(context, url))
+    checkup = api.doctor.check_up(url_with_password(context, url))
     if json:
         typer.echo(encode(checkup), nl=False)
         return

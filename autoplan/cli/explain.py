@@ -13,7 +13,7 @@ from autoplan import api, report
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode
 from autoplan.cli.files import write_trace
-from autoplan.cli.inputs import check_outputs, whole_url
+from autoplan.cli.inputs import check_outputs, url_with_password
 from autoplan.cli.options import DbOption, ForceOption, JsonOption, QuietOption, TraceOption
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def explain(
         raise InputError(
             "--timings prints the records behind a plan's time: leave --versus, --markdown and --trace out"
         )
-    saved = api.plan_result.load_any_plan(plan, db=whole_url(context, url))
+    saved = api.plan_result.load_any_plan(plan, db=url_with_password(context, url))
     if markdown:
         if isinstance(saved, api.results.MixedPlanResult) or against is not None or json:
             raise InputError("--markdown prints one plan of equal nodes: leave --versus and --json out")
@@ -73,7 +73,7 @@ def explain(
         typer.echo(report.markdown.markdown(saved.file, [step] if label == "next" else []), nl=False)
         return
     if timings:
-        _print_timings(saved, plan, whole_url(context, url), json=json)
+        _print_timings(saved, plan, url_with_password(context, url), json=json)
         return
     explained: ExplainResult | MixedExplainResult
     if isinstance(saved, api.results.MixedPlanResult):
@@ -81,7 +81,7 @@ def explain(
             raise InputError("--versus does not support mixed clusters yet: leave it out")
         explained = api.explain.explain_mixed(saved)
     else:
-        explained = autoplan.explain(saved, versus=against, db=whole_url(context, url))
+        explained = autoplan.explain(saved, versus=against, db=url_with_password(context, url))
     if trace is not None:
         write_trace(saved, trace, force=force, quiet=quiet)
     console = report.terminal.make_console()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autoplan.api.training_run import RunOptions
 
 
-def whole_url(context: typer.Context, url: str | None) -> str | None:
+def url_with_password(context: typer.Context, url: str | None) -> str | None:
     """Return the database URL as typed, as `main` removes passwords from arguments before parsing."""
     urls: dict[str, str] = context.obj or {}
     return urls.get(url, url) if url else None
@@ -38,7 +38,7 @@ def typed_options(context: typer.Context, names: Collection[str]) -> dict[str, A
 def problem_options(context: typer.Context) -> ProblemOptions:
     """Return the typed options of a problem besides model, cluster and sequence length."""
     typed = typed_options(context, PROBLEM)
-    typed["db"] = whole_url(context, typed.pop("url", None))
+    typed["db"] = url_with_password(context, typed.pop("url", None))
     return cast("ProblemOptions", typed)
 
 

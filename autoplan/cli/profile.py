@@ -11,7 +11,7 @@ import typer
 from autoplan.base.errors import InputError, refuse
 from autoplan.base.files import encode
 from autoplan.base.units import counted, format_seconds
-from autoplan.cli.inputs import check_output, check_untyped, is_typed, whole_url
+from autoplan.cli.inputs import check_output, check_untyped, is_typed, url_with_password
 from autoplan.cli.options import (
     DbOption,
     ForceOption,
@@ -171,7 +171,7 @@ def profile(
     is_elsewhere = dry_run and (plan_file is not None or cluster is not None)
     _check_together(context, is_elsewhere=is_elsewhere)
     given = {option.name: context.params[option.name] for option in fields(ProfileOptions) if option.name != "db"}
-    options = ProfileOptions(db=whole_url(context, url), **given | {"kernels": tuple(kernels or ())})
+    options = ProfileOptions(db=url_with_password(context, url), **given | {"kernels": tuple(kernels or ())})
     if is_elsewhere:
         planned = planned_profile(model, plan_file=plan_file, options=options, num_nodes=nodes)
         _print_planned(planned, json=json, quiet=quiet)
@@ -226,7 +226,7 @@ def _check_health(context: typer.Context, out: Path | None, *, force: bool) -> N
         raise InputError("--force overwrites the file of --out: give --out FILE")
     params = context.params
     given = {name: params[name] for name in ("budget", "cluster", "ranks", "allowance", "limit")}
-    options = HealthOptions(db=whole_url(context, params["url"]), out=out, force=force, **given)
+    options = HealthOptions(db=url_with_password(context, params["url"]), out=out, force=force, **given)
     leave_on_sigterm()
     with progress_bar(quiet=params["quiet"], doing="measuring", unit="rounds of messages") as show:
 

@@ -12,7 +12,7 @@ from autoplan import api, report
 from autoplan.base.errors import InputError
 from autoplan.base.files import write_text
 from autoplan.base.units import counted, format_percent, format_seconds
-from autoplan.cli.inputs import check_outputs, is_typed, whole_url
+from autoplan.cli.inputs import check_outputs, is_typed, url_with_password
 from autoplan.cli.options import AsOption, DbOption, ForceOption, OptionalSeqLenOption, SetOption, whole_number
 from autoplan.cli.remarks import print_written, say
 
@@ -79,14 +79,14 @@ def read(
         )
     if kind == "traces":
         check_outputs(out, force=force)
-        traces = api.traces.read_traces(files, plan=plan, db=whole_url(context, url))
+        traces = api.traces.read_traces(files, plan=plan, db=url_with_password(context, url))
         if out is not None:
             write_text(out, traces.page(), force=force)
             print_written(out)
         _print_traces(traces, json=json)
         return
     if kind == "logs":
-        _print_log(api.traces.read_log(files, plan=plan, db=whole_url(context, url)), json=json)
+        _print_log(api.traces.read_log(files, plan=plan, db=url_with_password(context, url)), json=json)
         return
     if files[0].exists() and (len(files) > 1 or plan is not None or out is not None):
         raise InputError(

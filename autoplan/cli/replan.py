@@ -13,7 +13,7 @@ from autoplan import api, report
 from autoplan.base.urls import command_line
 from autoplan.base.values import parse_positive
 from autoplan.cli.flags import shared_flags
-from autoplan.cli.inputs import check_outputs, run_options, whole_url
+from autoplan.cli.inputs import check_outputs, run_options, url_with_password
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
 from autoplan.cli.progress import progress_bar
 from autoplan.cli.remarks import print_warnings, print_written
@@ -72,7 +72,7 @@ def replan(
             measured=measured,
             storage_bytes_per_s=rate,
             run=run,
-            db=whole_url(context, url),
+            db=url_with_password(context, url),
             progress=advance,
         )
     result.plan.with_command(command_line()).save(out, force=force)

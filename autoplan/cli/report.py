@@ -10,7 +10,7 @@ import typer
 
 from autoplan import api
 from autoplan.cli.files import write_page
-from autoplan.cli.inputs import check_outputs, check_untyped, whole_url
+from autoplan.cli.inputs import check_outputs, check_untyped, url_with_password
 from autoplan.cli.options import DbOption, ForceOption, PlanArgument, QuietOption
 from autoplan.cli.process import leave_on_sigterm
 
@@ -43,9 +43,9 @@ def report(
         check_untyped(
             context, {"out", "force"}, "--serve shows the page in a browser", or_else=", and save the page from there"
         )
-        return _serve(api.plan_result.load_any_plan(plan, db=whole_url(context, url)))
+        return _serve(api.plan_result.load_any_plan(plan, db=url_with_password(context, url)))
     check_outputs(out, force=force)
-    result = api.plan_result.load_any_plan(plan, db=whole_url(context, url))
+    result = api.plan_result.load_any_plan(plan, db=url_with_password(context, url))
     write_page(result, plan, out, force=force, quiet=quiet)
 
 

@@ -11,7 +11,7 @@ import typer
 import autoplan
 from autoplan import api
 from autoplan.base.errors import InputError
-from autoplan.cli.inputs import check_output, whole_url
+from autoplan.cli.inputs import check_output, url_with_password
 from autoplan.cli.options import CommandOption, ForceOption, LogToOption, PlanArgument, QuietOption
 from autoplan.cli.remarks import say
 
@@ -107,7 +107,7 @@ def run(
 
         autoplan.run(
             plan,
-            program=[whole_url(context, word) or word for word in program or ()],
+            program=[url_with_password(context, word) or word for word in program or ()],
             steps=steps,
             warmup=warmup,
             data=data,
@@ -115,7 +115,7 @@ def run(
             limit=limit,
             log=log,
             traces=traces,
-            db=whole_url(context, db),
+            db=url_with_password(context, db),
             force=force,
             progress=show,
             say=(lambda text: None) if quiet else say,

@@ -16,7 +16,7 @@ from autoplan.base.urls import command_line
 from autoplan.cli.complete import targets, words
 from autoplan.cli.files import write_page
 from autoplan.cli.flags import PROBLEM, RUN, shared_flags
-from autoplan.cli.inputs import check_outputs, is_typed, problem_options, run_options, typed_options, whole_url
+from autoplan.cli.inputs import check_outputs, is_typed, problem_options, run_options, typed_options, url_with_password
 from autoplan.cli.options import (
     AsOption,
     ClusterOption,
@@ -206,7 +206,7 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
         return autoplan.search(
             cluster=cluster,
             at_most=at_most,
-            storage=whole_url(context, storage),
+            storage=url_with_password(context, storage),
             progress=advance,
             **typed_options(context, SEARCH_FLAGS),
             **options,

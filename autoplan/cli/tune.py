@@ -14,7 +14,7 @@ from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.urls import redact_arguments
 from autoplan.cli.complete import presets, targets
 from autoplan.cli.flags import PROBLEM, shared_flags
-from autoplan.cli.inputs import check_output, check_untyped, problem_options, typed_options, whole_url
+from autoplan.cli.inputs import check_output, check_untyped, problem_options, typed_options, url_with_password
 from autoplan.cli.options import (
     CommandOption,
     FixOption,
@@ -158,7 +158,7 @@ def tune(
 
     out = _checked_output(context)
     with progress_bar(quiet=quiet) as advance:
-        url, given_options = whole_url(context, storage), typed_options(context, TUNE_FLAGS)
+        url, given_options = url_with_password(context, storage), typed_options(context, TUNE_FLAGS)
         prepared = prepare(progress=advance, storage=url, **given_options, **problem_options(context))
     leave_on_sigterm()
     made_storage = prepared.made_storage()

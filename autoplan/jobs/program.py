@@ -35,17 +35,17 @@ class Ending:
     status: int = 0  # exit status; negative: the signal that ended it
 
 
-def run_program(arguments: Sequence[str], hear: Callable[[bytes, float], bool], *, limit_s: float) -> Ending:
+def run_program(arguments: Sequence[str], on_output: Callable[[bytes, float], bool], *, limit_s: float) -> Ending:
     """Run a program until it ends, has written enough, or writes nothing for `limit_s`.
 
-    `hear` receives the output (stdout and stderr) and the time (monotonic, seconds), and returns whether it is enough.
+    `on_output` receives the output (stdout and stderr) and its time (monotonic, seconds); it returns whether to stop.
     However this function ends, the program leaves nothing running on this machine: its process group is asked to
     terminate, and killed after `GRACE_S`, including children that left the group (Linux).
     """
     program = start_program(arguments, subprocess.PIPE)
     assert program.process is not None
     try:
-        return _follow(program.process, hear, limit_s)
+        return _follow(program.process, on_output, limit_s)
     finally:
         end_programs([program])
         if program.process.stdout:
@@ -125,7 +125,7 @@ def end_programs(programs: Sequence[Program], *, grace_s: float | None = None) -
                 program.process.poll()
 
 
-def _follow(process: subprocess.Popen[bytes], hear: Callable[[bytes, float], bool], limit_s: float) -> Ending:
+def _follow(process: subprocess.Popen[bytes], on_output: Callable[[bytes, float], bool], limit_s: float) -> Ending:
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -135,7 +135,7 @@ def _follow(process: subprocess.Popen[bytes], hear: Callable[[bytes, float], boo
             if selector.select(_POLL_S):
                 data = os.read(process.stdout.fileno(), _CHUNK)
                 last_output_s = time.monotonic()
-                if data and hear(data, last_output_s):
+                if data and on_output(data, last_output_s):
                     return Ending(kind="enough")
                 if not data:  # all writers are closed
                     return _wait(process, limit_s)

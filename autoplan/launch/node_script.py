@@ -134,7 +134,7 @@ def _start(start: Start) -> list[str]:
     job = start.job
     arrays = [group.name for group in (*job.groups, job.replaceable) if group]
     size, sizes = str(start.num_devices), list[str]()
-    if not start.has_one_size:
+    if not start.has_equal_nodes:
         size = '"$NUM_DEVICES"'
         sizes = [f"if {on_nodes(nodes)}; then NUM_DEVICES={nodes.num_devices}; fi" for nodes in start.node_ranges]
     parts = [

@@ -87,7 +87,7 @@ def _nodes(start: Start, variable: str | None) -> list[str]:
     if variable is None:
         return []
     count = start.num_nodes
-    sizes = f" of {start.num_devices} devices" if start.has_one_size else ""
+    sizes = f" of {start.num_devices} devices" if start.has_equal_nodes else ""
     return [
         f"    if [[ ${{{variable}:-{count}}} != {count} ]]; then",
         f'        stop "the plan is for {count} nodes{sizes}, ${variable} nodes were given"',

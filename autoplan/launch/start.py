@@ -107,7 +107,7 @@ class Start:
         )
 
     @property
-    def has_one_size(self) -> bool:
+    def has_equal_nodes(self) -> bool:
         """Return whether all nodes have as many devices."""
         return all(nodes.num_devices == self.num_devices for nodes in self.node_ranges)
 

@@ -36,8 +36,8 @@ def refused_training(target: Target, training: TrainingSpec) -> str:
     if not (refused := _refused(target, training)):
         return ""
     able = [name for name, candidate in TARGETS.items() if not _refused(candidate, training)]
-    way_out = f"use --to {' or '.join(able)}" if able else "no target can; use your own program"
-    return f"{target.title} cannot express {refused}: {way_out}"
+    remedy = f"use --to {' or '.join(able)}" if able else "no target can; use your own program"
+    return f"{target.title} cannot express {refused}: {remedy}"
 
 
 def usual_start(framework: Framework, training: TrainingSpec, *first: str) -> str:

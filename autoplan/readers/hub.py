@@ -63,13 +63,11 @@ def _download(name: str) -> str:
     from urllib.request import Request, urlopen
 
     url = config_url(name)
-    way_out = "pass the path of its config.json"
+    remedy = "pass the path of its config.json"
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
-        raise InputError(
-            f"{name} is neither a preset nor in the cache of the hub, and HF_HUB_OFFLINE is set: {way_out}"
-        )
+        raise InputError(f"{name} is neither a preset nor in the cache of the hub, and HF_HUB_OFFLINE is set: {remedy}")
     if not url.startswith(("https://", "http://")):
-        raise InputError(f"HF_ENDPOINT {url[:60]!r} is no address of the web: unset it, or {way_out}")
+        raise InputError(f"HF_ENDPOINT {url[:60]!r} is no address of the web: unset it, or {remedy}")
     request = Request(url, headers={"User-Agent": "autoplan"})
     if token := os.environ.get("HF_TOKEN"):
         request.add_unredirected_header("Authorization", f"Bearer {token}")  # to this host alone
@@ -78,14 +76,14 @@ def _download(name: str) -> str:
             text: bytes = answer.read(MAX_BYTES + 1)
     except HTTPError as error:
         reasons = {401: "needs HF_TOKEN, or is not there", 403: "needs access, and HF_TOKEN", 404: "is not there"}
-        raise InputError(f"{url} {reasons.get(error.code, f'answers {error.code}')}: {way_out}") from None
+        raise InputError(f"{url} {reasons.get(error.code, f'answers {error.code}')}: {remedy}") from None
     except (OSError, HTTPException, ValueError) as error:
         reason = str(getattr(error, "reason", error))[:80]
-        raise InputError(f"{name} is neither a preset nor in a cache, and {url} fails ({reason}): {way_out}") from None
+        raise InputError(f"{name} is neither a preset nor in a cache, and {url} fails ({reason}): {remedy}") from None
     if len(text) > MAX_BYTES:
-        raise InputError(f"{url} has more than {MAX_BYTES:,} bytes, which is no config.json: {way_out}")
+        raise InputError(f"{url} has more than {MAX_BYTES:,} bytes, which is no config.json: {remedy}")
     try:
         json.loads(text)
     except ValueError:  # such as the page of a proxy, which must not be kept
-        raise InputError(f"{url} answers with no JSON, such as a proxy's page: {way_out}") from None
+        raise InputError(f"{url} answers with no JSON, such as a proxy's page: {remedy}") from None
     return text.decode("utf-8", errors="replace")

@@ -27,8 +27,8 @@ def remaining(
     cluster.  InputError for what does not describe a part of the cluster.
     """
     if (num_given := (nodes is not None) + bool(without) + (devices is not None)) != 1:
-        way_out = "give one of them" if not num_given else "leave all but one of them out"
-        raise InputError(f"--nodes and --gpus say how many are left, --without which nodes are lost: {way_out}")
+        remedy = "give one of them" if not num_given else "leave all but one of them out"
+        raise InputError(f"--nodes and --gpus say how many are left, --without which nodes are lost: {remedy}")
     for flag, left, total in (("--nodes", nodes, cluster.num_nodes), ("--gpus", devices, cluster.num_devices)):
         if left is not None and not 1 <= left < total:
             rule = f"must be from 1 to {total - 1}" if total > 1 else "give the number of its devices left with --gpus"
@@ -49,10 +49,10 @@ def remaining(
 def _of_devices(cluster: ClusterSpec, devices: int) -> Iterator[ClusterSpec | MixedCluster]:
     """Yield whole nodes with the rest of a node, all of it or as many devices as divide well, and whole nodes alone."""
     nodes, beside = divmod(devices, cluster.devices_per_node)
-    whole = of_size(cluster, nodes * cluster.devices_per_node if nodes else beside)
+    full = of_size(cluster, nodes * cluster.devices_per_node if nodes else beside)
     for count in sorted({beside, 1 << beside.bit_length() - 1}, reverse=True) if nodes and beside else ():
-        yield MixedCluster(name=cluster.name, parts=(whole, of_size(cluster, count)))
-    yield whole
+        yield MixedCluster(name=cluster.name, parts=(full, of_size(cluster, count)))
+    yield full
 
 
 def _without(cluster: ClusterSpec | MixedCluster, lost: Sequence[str]) -> ClusterSpec | MixedCluster:
@@ -68,8 +68,8 @@ def _without(cluster: ClusterSpec | MixedCluster, lost: Sequence[str]) -> Cluste
             names.append(text)
     known = [name for part in parts for name in node_names(part)]
     if names and not known:
-        way_out = "--without PART:NUMBER" if len(parts) > 1 else "--nodes"
-        raise InputError(f"{cluster.name} does not name its nodes: give the number with {way_out}")
+        remedy = "--without PART:NUMBER" if len(parts) > 1 else "--nodes"
+        raise InputError(f"{cluster.name} does not name its nodes: give the number with {remedy}")
     if unknown := [name for name in names if name not in known]:
         raise InputError(
             f"--without {unknown[0]}: {cluster.name} has no such node ({', '.join(known[:SHOWN_NAMES])}, ...)"

@@ -275,7 +275,7 @@ def _draw_node(
             labels[link, boxes[a].y] = ""
     direct = _direct_links(graph)
     on_device = [box for box in boxes.values() if box.kind == "device"]
-    for name, text, link in _whole_fabrics(cluster, direct):
+    for name, text, link in _fabrics_between_all(cluster, direct):
         bar = _Box(kind="fabric", text=text, x=sum(inner) / 2, y=y + ROW / 2, width=inner[1] - inner[0])
         canvas.box(bar)
         for box in on_device:
@@ -332,7 +332,7 @@ def _direct_links(graph: Graph) -> list[Link]:
     return list(dict.fromkeys(between))
 
 
-def _whole_fabrics(cluster: ClusterSpec, direct: list[Link]) -> Iterator[tuple[str, str, Link]]:
+def _fabrics_between_all(cluster: ClusterSpec, direct: list[Link]) -> Iterator[tuple[str, str, Link]]:
     """Yield fabrics without a vertex in a node, by name: direct links between all devices, and rack fabrics."""
     for link in direct:
         yield link.kind, f"{KIND_NAMES.get(link.kind, link.kind)}: a link between every two", link

@@ -142,8 +142,8 @@ def _numbers(stages: list[PlacedStage]) -> str:
     first, last = stages[0].place, stages[-1].place
     if first == last:
         return first.name
-    is_whole = last.stage - first.stage == len(stages) - 1
-    return f"{first.name}-{last.name}" if is_whole else f"{first.name}..{last.name}"
+    is_consecutive = last.stage - first.stage == len(stages) - 1
+    return f"{first.name}-{last.name}" if is_consecutive else f"{first.name}..{last.name}"
 
 
 def _print_knobs(console: Console, file: PlanFile) -> None:

@@ -233,11 +233,11 @@ def _print_versus(console: Console, best: RankedPlan, versus: Versus, names: Nam
     console.print()
     rows: list[tuple[Cell, ...]] = []
     for name, value in best.terms_s.items():
-        theirs = scale * versus.plan.terms_s.get(name, 0.0)
-        if max(value, theirs) >= MIN_SHOWN_S:
-            rows.append((term_name(name), _seconds(value), _seconds(theirs), _signed(theirs - value)))
-    theirs = scale * versus.plan.step_s
-    total = (format_seconds(best.step_s), format_seconds(theirs), _signed(theirs - best.step_s))
+        other_s = scale * versus.plan.terms_s.get(name, 0.0)
+        if max(value, other_s) >= MIN_SHOWN_S:
+            rows.append((term_name(name), _seconds(value), _seconds(other_s), _signed(other_s - value)))
+    other_s = scale * versus.plan.step_s
+    total = (format_seconds(best.step_s), format_seconds(other_s), _signed(other_s - best.step_s))
     rows.append((bold("all"), *map(bold, total)))
     more = versus.plan.memory_bytes - best.memory_bytes
     memory = (format_bytes(best.memory_bytes), format_bytes(versus.plan.memory_bytes))

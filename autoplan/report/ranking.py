@@ -96,10 +96,10 @@ def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, st
         flips = choice.sensitivity.flips
         for at, flip in enumerate(flips[:SHOWN_FLIPS]):
             at_most = "" if flip.is_proven else "at most "
-            tell = f"; check with autoplan profile --only {','.join(flip.measure)}" if flip.measure else ""
+            check = f"; check with autoplan profile --only {','.join(flip.measure)}" if flip.measure else ""
             yield (
                 "" if at else "unless",
-                f"{flip.quantity} {at_most}{change_of(flip)}: then {flip.plan.describe()}{tell}",
+                f"{flip.quantity} {at_most}{change_of(flip)}: then {flip.plan.describe()}{check}",
             )
         if not flips:
             yield "unless", "no single hardware figure, halved or doubled, makes another plan win"

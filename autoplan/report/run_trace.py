@@ -51,10 +51,10 @@ def print_timers(console: Console, headline: str, timers_s: Mapping[str, Mapping
     console.print()
     cells = []
     for name, times_s in timers_s.items():
-        whose, most_s = max(times_s.items(), key=lambda item: item[1])
+        slowest, most_s = max(times_s.items(), key=lambda item: item[1])
         least = format_seconds(min(times_s.values())) if len(times_s) > 1 else ""
-        is_rank = whose.startswith("rank")
-        cells.append((name, least, format_seconds(most_s), format_percent(most_s / step_s), whose * is_rank))
+        is_rank = slowest.startswith("rank")
+        cells.append((name, least, format_seconds(most_s), format_percent(most_s / step_s), slowest * is_rank))
     titles = [("timer", False), ("least", True), ("most", True), ("of step", True), ("slowest", False)]
     print_table(console, titles, cells, keep=4)
 

@@ -157,7 +157,7 @@ def _started_by(
     if not candidates:
         raise InputError(f"no launch file lies beside it or above it, up to {folder}")
     if len(candidates) > 1:
-        candidates = _named_like(name, candidates) or candidates
+        candidates = _longest_prefixes(name, candidates) or candidates
     read = [(path, launch) for path in candidates if isinstance(launch := reading(path), Launch)]
     if not read:
         raise InputError(str(reading(candidates[0])))
@@ -168,7 +168,7 @@ def _started_by(
     return first
 
 
-def _named_like(name: str, launches: list[Path]) -> list[Path]:
+def _longest_prefixes(name: str, launches: list[Path]) -> list[Path]:
     """Return the launch files with the longest name that is a prefix of a log's name."""
     alike = [path for path in launches if re.match(re.escape(path.stem) + r"(?![a-zA-Z0-9])", name)]
     longest = max((len(path.stem) for path in alike), default=0)

@@ -162,10 +162,10 @@ def _misplaced(cluster: ClusterSpec, order: tuple[str, ...]) -> str:
     names = node_names(cluster)
     if not names:
         return f"placement names nodes, cluster {cluster.name!r} lists none: add its [[nodes]] or leave placement out"
-    strange = [name for name in order if name not in set(names)] or [name for name in names if name not in set(order)]
+    differing = [name for name in order if name not in set(names)] or [name for name in names if name not in set(order)]
     return (
         f"placement must name each of the {len(names)} nodes of cluster {cluster.name!r} once, it names {len(order)}"
-        + (f"; see {strange[0]!r}" if strange else "")
+        + (f"; see {differing[0]!r}" if differing else "")
     )
 
 

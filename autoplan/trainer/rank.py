@@ -251,7 +251,7 @@ def trained_state(task: Task, device: torch.device) -> TrainedState:
         micro_batches=task.micro_batches,
     )
     losses = [training.step(sequences(task, step))[1] for step in range(CHECKED_STEPS)]
-    return TrainedState(losses=losses, gradients=training.whole_gradients(), weights=training.whole_weights())
+    return TrainedState(losses=losses, gradients=training.full_gradients(), weights=training.full_weights())
 
 
 def collected(state: TrainedState, rank: int) -> TrainedState:

@@ -118,12 +118,12 @@ class Training:
         if not self._is_alone:
             meet(self.device)
 
-    def whole_weights(self) -> dict[str, Tensor]:
+    def full_weights(self) -> dict[str, Tensor]:
         """Return the unsharded weights of this rank's chunks by name; a collective call of all ranks."""
         return {name: _gathered(weight) for part in self.parts for name, weight in _named_parameters(part)}
 
-    def whole_gradients(self) -> dict[str, Tensor]:
-        """Return the gradients of the last backward passes, unsharded as in `whole_weights`."""
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Return the gradients of the last backward passes, unsharded as in `full_weights`."""
         gradients = {}
         for part in self.parts:
             for name, weight in _named_parameters(part):

@@ -97,10 +97,10 @@ def _sustained(measured: Sequence[Measurement], mesh: LinkLevel | None = None) -
     In a mesh, a group only uses the links between its members.
     """
     for operation in OPERATIONS:
-        of_it = [measurement for measurement in measured if measurement.operation == operation]
-        members = max((measurement.shape[0] for measurement in of_it), default=0)
+        timed = [measurement for measurement in measured if measurement.operation == operation]
+        members = max((measurement.shape[0] for measurement in timed), default=0)
         largest = sorted(
-            (measurement for measurement in of_it if measurement.shape[0] == members),
+            (measurement for measurement in timed if measurement.shape[0] == members),
             key=lambda measurement: measurement.shape[-1],
         )
         if len(largest) < 2 or largest[-1].shape[-1] < MIN_BYTES:

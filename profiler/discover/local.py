@@ -41,14 +41,14 @@ def switch_tree(variables: Mapping[str, str]) -> SwitchTree | None:
     if "SLURM_JOB_ID" not in variables:
         return None
     folder = Path(variables.get("SLURM_CONF", "/etc/slurm/slurm.conf")).parent
-    ways: tuple[Callable[[], str | None], ...] = (
+    sources: tuple[Callable[[], str | None], ...] = (
         lambda: _output(("scontrol", "show", "topology")),
         lambda: read_text(folder / "topology.yaml"),  # which Slurm reads before the other
         lambda: read_text(folder / "topology.conf"),
     )
-    for tell in ways:
+    for read_source in sources:
         with suppress(InputError):  # unreadable, or for a plugin without switches
-            if text := tell():
+            if text := read_source():
                 return slurm.parse(text)
     return None
 

@@ -36,9 +36,9 @@ def _merged(node: ObservedNode, later: ObservedNode) -> tuple[ObservedNode, list
     source = ", ".join(dict.fromkeys((*node.source.split(", "), later.source)))
     believed = node.source.partition(", ")[0]
     for name in ("num_sockets", "devices_per_domain"):
-        ours, theirs = getattr(node, name), getattr(later, name)
-        if None not in (ours, theirs) and ours != theirs:
-            contradictions.append(f"{name} {theirs}, not {ours}")
+        first, second = getattr(node, name), getattr(later, name)
+        if None not in (first, second) and first != second:
+            contradictions.append(f"{name} {second}, not {first}")
     merged = replace(
         node,
         source=source,
@@ -85,19 +85,19 @@ def _link(link: ObservedLink, index: dict[int, int], name: dict[str, str]) -> Ob
 
 
 def _joined(
-    ours: Iterable[Part], theirs: Iterable[Part], key: Callable[[Part], object], contradictions: list[str]
+    first: Iterable[Part], second: Iterable[Part], key: Callable[[Part], object], contradictions: list[str]
 ) -> tuple[Part, ...]:
-    """Return our parts completed by theirs, then parts that only they have; `contradictions` collects differences."""
-    parts_by_key = {key(part): part for part in ours}
-    for part in theirs:
-        mine = parts_by_key.get(key(part))
-        if mine is None:
+    """Complete the first parts by the second and append those only there; `contradictions` collects differences."""
+    parts_by_key = {key(part): part for part in first}
+    for part in second:
+        known = parts_by_key.get(key(part))
+        if known is None:
             parts_by_key[key(part)] = part
             continue
-        blank = {name: getattr(part, name) for name in part.__slots__ if getattr(mine, name) in (None, "")}
-        if remark := _contradiction(mine, part):
+        blank = {name: getattr(part, name) for name in part.__slots__ if getattr(known, name) in (None, "")}
+        if remark := _contradiction(known, part):
             contradictions.append(remark)
-        parts_by_key[key(part)] = replace(mine, **blank)
+        parts_by_key[key(part)] = replace(known, **blank)
     return tuple(parts_by_key.values())
 
 
@@ -108,9 +108,9 @@ def _contradiction(earlier: Part, later: Part) -> str:
         if isinstance(earlier, ObservedNic):
             part_name, names = earlier.name, ("kind", "bytes_per_s", "numa")
         for name in names:
-            ours, theirs = getattr(earlier, name), getattr(later, name)
-            if ours not in (None, "") and theirs not in (None, "") and ours != theirs:
-                return f"{part_name} has {name} {theirs}, not {ours}"
+            first, second = getattr(earlier, name), getattr(later, name)
+            if first not in (None, "") and second not in (None, "") and first != second:
+                return f"{part_name} has {name} {second}, not {first}"
     if isinstance(earlier, ObservedLink) and isinstance(later, ObservedLink):
         counts = earlier.num_links != later.num_links and min(earlier.num_links, later.num_links) > 1
         if counts or (earlier.path == "fabric") != (later.path == "fabric"):

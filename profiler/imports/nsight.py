@@ -116,7 +116,7 @@ def _marks(database: sqlite3.Connection) -> dict[int, list[Span]]:
     ]
     marks: dict[int, list[Span]] = defaultdict(list)
     query = f'SELECT start, "end", globalTid, COALESCE({", ".join([*names, "NULL"])}) FROM {RANGES} AS of'
-    for start_ns, end_ns, serialised, text in _whole(database, query):
+    for start_ns, end_ns, serialised, text in _ended(database, query):
         if isinstance(text, str) and STEP.match(text.strip()):
             mark = _span(start_ns, end_ns, text.strip())
             if mark.end_s > mark.start_s:
@@ -124,7 +124,7 @@ def _marks(database: sqlite3.Connection) -> dict[int, list[Span]]:
     return marks
 
 
-def _whole(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
+def _ended(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
     """Yield the rows of ranges that have an end; instant marks have none."""
     yield from database.execute(f'{query} WHERE "end" IS NOT NULL LIMIT {MAX_OBJECTS}')
 

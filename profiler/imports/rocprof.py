@@ -127,8 +127,8 @@ def _device_spans(process: _Process) -> dict[int, list[Span]]:
         ends = {copy.src_agent_id.handle, copy.dst_agent_id.handle}
         for handle in ends & place.keys():
             spans[place[handle]].append(copy.span("Memcpy"))
-    kept = {device: [span for span in of_it if span.end_s > span.start_s] for device, of_it in spans.items()}
-    return {device: of_it for device, of_it in kept.items() if of_it}
+    kept = {device: [span for span in of_one if span.end_s > span.start_s] for device, of_one in spans.items()}
+    return {device: of_one for device, of_one in kept.items() if of_one}
 
 
 def _marks(process: _Process) -> list[Span]:

@@ -78,7 +78,7 @@ class Sensors:
         self._began_us = time.time_ns() // 1000
         self._began = (time.perf_counter(), _busy_core_s(), time.process_time())
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Record clocks and power; to be called while the device works."""
         if self._device.type == "cpu":
             return

@@ -21,28 +21,28 @@ from autoplan.profiler.machine.readings import (
 )
 from autoplan.profiler.protocol import Rules
 
-LOOK_S = 1.0  # between two looks
-MAX_SLOWED = 0.1  # share of looks at which clocks were down, up to which a run is as it should be
+SAMPLE_S = 1.0  # between two samples
+MAX_SLOWED = 0.1  # share of samples at which clocks were down, up to which a run is as it should be
 
 
-class Look(NamedTuple):
+class DeviceSample(NamedTuple):
     """State of a device at a moment."""
 
     slowdown: str
     clock_mhz: int
     power_w: int
-    foreign: float | None  # share of the device that other processes used since the last look; None: not told
+    foreign: float | None  # share of the device that other processes used since the last sample; None: unknown
 
 
 class Watch:
-    """Looks at the devices of this host while a block runs, in a thread of its own."""
+    """Samples the state of the devices of this host while a block runs, in a thread of its own."""
 
     def __init__(self) -> None:
         self._nvidia: list[Any] = visible_nvidia_handles()
         self._amd: list[Any] = amd_handles()
-        self._looks: list[Look] = []
+        self._samples: list[DeviceSample] = []
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def __enter__(self) -> Watch:
         self._thread.start()
@@ -55,39 +55,39 @@ class Watch:
         self._thread.join()
 
     @property
-    def looks(self) -> Sequence[Look]:
-        """Looks at devices that were working: idle ones show nothing of the run."""
-        busy = [look for look in self._looks if look.clock_mhz or look.power_w]
-        max_power_w = max((look.power_w for look in busy), default=0)
-        return [look for look in busy if 2 * look.power_w >= max_power_w]
+    def samples(self) -> Sequence[DeviceSample]:
+        """Samples of devices that were working: idle ones show nothing of the run."""
+        busy = [sample for sample in self._samples if sample.clock_mhz or sample.power_w]
+        max_power_w = max((sample.power_w for sample in busy), default=0)
+        return [sample for sample in busy if 2 * sample.power_w >= max_power_w]
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         since_us = time.time_ns() // 1000
-        while (self._nvidia or self._amd) and not self._end.wait(LOOK_S):
+        while (self._nvidia or self._amd) and not self._end.wait(SAMPLE_S):
             now_us = time.time_ns() // 1000
             for handle in self._amd:  # whose library does not tell how much of a device each process takes
-                self._looks.append(Look(amd_slowdown(handle), *amd_clock_and_power(handle), None))
+                self._samples.append(DeviceSample(amd_slowdown(handle), *amd_clock_and_power(handle), None))
             for handle in self._nvidia:
                 clock_mhz, power_w = nvidia_clock_and_power(handle)
                 foreign = foreign_share(handle, since_us)
-                self._looks.append(Look(nvidia_slowdown(handle), clock_mhz, power_w, foreign))
+                self._samples.append(DeviceSample(nvidia_slowdown(handle), clock_mhz, power_w, foreign))
             since_us = now_us
 
 
-def conditions(looks: Sequence[Look], load: float | None) -> tuple[dict[str, str], str]:
-    """Return what is kept of a watch, and what disturbed the run; `load` is others' use of cores, else by `looks`."""
+def conditions(samples: Sequence[DeviceSample], load: float | None) -> tuple[dict[str, str], str]:
+    """Return what is kept of a watch, and what disturbed the run; `load` is others' use of cores, else by `samples`."""
     values: dict[str, str] = {}
     disturbances: list[str] = []
-    if looks and load is None:
-        shares = [look.foreign for look in looks if look.foreign is not None]
+    if samples and load is None:
+        shares = [sample.foreign for sample in samples if sample.foreign is not None]
         load = float(np.mean(shares)) if shares else None
         values |= {
-            name: f"{np.median([getattr(look, name) for look in looks]):.0f}" for name in ("clock_mhz", "power_w")
+            name: f"{np.median([getattr(sample, name) for sample in samples]):.0f}" for name in ("clock_mhz", "power_w")
         }
-        slowed = Counter(look.slowdown for look in looks if look.slowdown)
+        slowed = Counter(sample.slowdown for sample in samples if sample.slowdown)
         if slowed:
-            share = slowed.total() / len(looks)
-            values["slowdown"] = f"{slowed.most_common(1)[0][0]} at {100 * share:.0f} % of {len(looks)} looks"
+            share = slowed.total() / len(samples)
+            values["slowdown"] = f"{slowed.most_common(1)[0][0]} at {100 * share:.0f} % of {len(samples)} looks"
             disturbances += [f"devices slowed down: {values['slowdown']}"] if share > MAX_SLOWED else []
     if load is not None:
         values["other_load"] = f"{100 * load:.1f} %"

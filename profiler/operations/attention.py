@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoplan.profiler.operations.inputs import InputFactory, Run, backward
+from autoplan.profiler.operations.inputs import InputFactory
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # of queries, keys and values: batch, heads, seq_len, width each
 
@@ -88,41 +88,19 @@ def _core(factory: InputFactory, batch: int, seq_len: int, window: int = 0) -> A
     return functools.partial(attend, mask=band)
 
 
-def _attention_graph(
+def attention(
     factory: InputFactory, batch: int, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, window: int
 ) -> tuple[Attend, list[Tensor]]:
+    """Return (attention, its queries, keys and values) of an `attention` shape."""
     grouped = (num_kv_heads, head_dim)
     return _core(factory, batch, seq_len, window), _heads(
         factory, batch, seq_len, (num_heads, head_dim), grouped, grouped
     )
 
 
-def _latent_graph(
+def latent_attention(
     factory: InputFactory, batch: int, seq_len: int, num_heads: int, qk_head_dim: int, v_head_dim: int
 ) -> tuple[Attend, list[Tensor]]:
+    """Return (attention, its queries, keys and values) of a `latent_attention` shape."""
     wide, narrow = (num_heads, qk_head_dim), (num_heads, v_head_dim)
     return _core(factory, batch, seq_len), _heads(factory, batch, seq_len, wide, wide, narrow)
-
-
-def attention(factory: InputFactory, *shape: int) -> Run:
-    """Forward pass of an `attention` shape."""
-    core, heads = _attention_graph(factory, *shape)
-    return lambda: core(*heads)  # with gradients wanted: training saves the statistics too
-
-
-def attention_backward(factory: InputFactory, *shape: int) -> Run:
-    """Backward pass of attention."""
-    core, heads = _attention_graph(factory, *shape)
-    return backward(core(*heads), heads)
-
-
-def latent_attention(factory: InputFactory, *shape: int) -> Run:
-    """Forward pass of a `latent_attention` shape."""
-    core, heads = _latent_graph(factory, *shape)
-    return lambda: core(*heads)
-
-
-def latent_attention_backward(factory: InputFactory, *shape: int) -> Run:
-    """Backward pass of latent attention."""
-    core, heads = _latent_graph(factory, *shape)
-    return backward(core(*heads), heads)

@@ -130,12 +130,6 @@ def in_turns(runs: Sequence[Run]) -> Run:
     return lambda: next(turns)()
 
 
-def backward(out: Tensor, inputs: list[Tensor]) -> Run:
-    """The backward pass of a graph that was run once, and is kept."""
-    gradient = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
-
-
 def _fp8_type() -> torch.dtype:
     """Type of 8-bit numbers with 4 exponent bits, in the version that this device multiplies."""
     if torch.version.hip and "gfx94" in torch.cuda.get_device_properties().gcnArchName:

@@ -18,7 +18,7 @@ import torch.nn.functional as F  # noqa: N812 - its customary name
 from torch import Tensor
 
 from autoplan.profiler.operations import attention
-from autoplan.profiler.operations.inputs import InputFactory, Run, backward, in_turns, num_sets
+from autoplan.profiler.operations.inputs import InputFactory, Run, in_turns, num_sets
 from autoplan.spec.operations import EXPERTS, NARROW_PRODUCTS, PRODUCTS, Operation
 from autoplan.trainer.transformer import rotated
 
@@ -135,6 +135,31 @@ def _narrow_product(
     )
 
 
+Compute = Callable[..., tuple[Callable[..., Tensor], list[Tensor]]]  # builds (a function, its inputs) of a shape
+
+
+def _forward(compute: Compute) -> Callable[..., Run]:
+    """Return a builder of forward passes, which save what their backward passes need, as in training."""
+
+    def build_pass(factory: InputFactory, *shape: int) -> Run:
+        function, inputs = compute(factory, *shape)
+        return lambda: function(*inputs)
+
+    return build_pass
+
+
+def _backward(compute: Compute) -> Callable[..., Run]:
+    """Return a builder of backward passes of a graph that was run once, and is kept."""
+
+    def build_pass(factory: InputFactory, *shape: int) -> Run:
+        function, inputs = compute(factory, *shape)
+        out = function(*inputs)
+        gradient = torch.randn_like(out)
+        return lambda: torch.autograd.grad(out, inputs, gradient, retain_graph=True)
+
+    return build_pass
+
+
 def _gemm(factory: InputFactory, m: int, n: int, k: int) -> Run:
     """Build y = x w^T of m tokens, k inputs and n outputs."""
     if factory.kernel == "scaled_mm":
@@ -164,7 +189,7 @@ def _wgrad(factory: InputFactory, m: int, n: int, k: int) -> Run:
     return lambda: total.add_(dy.t() @ x)
 
 
-def _expert_inputs(
+def _experts(
     factory: InputFactory,
     tokens: int,
     hidden_size: int,
@@ -173,33 +198,24 @@ def _expert_inputs(
     num_experts: int,
     etp: int,
     ep: int,
-) -> tuple[list[Tensor], list[int]]:
-    """Return (tokens and weights, tokens of each local expert), balanced: sorted by expert, as after the exchange."""
+) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Build experts with the same number of tokens each, sorted by expert as after the exchange."""
     local, width = num_experts // ep, ffn_size // etp
     expert_tokens = max(round(tokens * experts_per_token / num_experts / _ROWS), 1) * _ROWS
     up = torch.stack([factory.weight(hidden_size, 2 * width).detach() for _ in range(local)]).requires_grad_()
     down = torch.stack([factory.weight(width, hidden_size).detach() for _ in range(local)]).requires_grad_()
-    return [factory.normal(local * expert_tokens, hidden_size, grad=True), up, down], [expert_tokens] * local
+    sizes = [expert_tokens] * local
+    ends = torch.tensor(sizes, device=factory.device).cumsum(0).to(torch.int32)
 
-
-def _run_experts(inputs: list[Tensor], sizes: list[int], ends: Tensor, kernel: str) -> Tensor:
-    x, up, down = inputs
-    if kernel == "grouped_mm":
+    def grouped(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return F.grouped_mm(_gated(F.grouped_mm(x, up, offs=ends)), down, offs=ends)
-    parts = zip(torch.split(x, sizes), up, down, strict=True)
-    return torch.cat([_gated(part @ into) @ back for part, into, back in parts])
 
+    def each(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        parts = zip(torch.split(x, sizes), up, down, strict=True)
+        return torch.cat([_gated(part @ into) @ back for part, into, back in parts])
 
-def _experts(factory: InputFactory, *shape: int) -> Run:
-    inputs, sizes = _expert_inputs(factory, *shape)
-    ends = torch.tensor(sizes, device=factory.device).cumsum(0).to(torch.int32)
-    return lambda: _run_experts(inputs, sizes, ends, factory.kernel)
-
-
-def _experts_backward(factory: InputFactory, *shape: int) -> Run:
-    inputs, sizes = _expert_inputs(factory, *shape)
-    ends = torch.tensor(sizes, device=factory.device).cumsum(0).to(torch.int32)
-    return backward(_run_experts(inputs, sizes, ends, factory.kernel), inputs)
+    x = factory.normal(local * expert_tokens, hidden_size, grad=True)
+    return grouped if factory.kernel == "grouped_mm" else each, [x, up, down]
 
 
 def _gated(x: Tensor) -> Tensor:
@@ -207,24 +223,15 @@ def _gated(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _norm(factory: InputFactory, tokens: int, hidden_size: int) -> Run:
+def _norm(
+    factory: InputFactory, tokens: int, hidden_size: int
+) -> tuple[Callable[[Tensor, Tensor], Tensor], list[Tensor]]:
     x, weight = factory.normal(tokens, hidden_size, grad=True), factory.normal(hidden_size, grad=True)
-    return lambda: F.rms_norm(x, (hidden_size,), weight)
+    return lambda x, weight: F.rms_norm(x, (hidden_size,), weight), [x, weight]
 
 
-def _norm_backward(factory: InputFactory, tokens: int, hidden_size: int) -> Run:
-    x, weight = factory.normal(tokens, hidden_size, grad=True), factory.normal(hidden_size, grad=True)
-    return backward(F.rms_norm(x, (hidden_size,), weight), [x, weight])
-
-
-def _swiglu(factory: InputFactory, tokens: int, ffn_size: int) -> Run:
-    x = factory.normal(tokens, 2 * ffn_size, grad=True)
-    return lambda: _gated(x)
-
-
-def _swiglu_backward(factory: InputFactory, tokens: int, ffn_size: int) -> Run:
-    x = factory.normal(tokens, 2 * ffn_size, grad=True)
-    return backward(_gated(x), [x])
+def _swiglu(factory: InputFactory, tokens: int, ffn_size: int) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
+    return _gated, [factory.normal(tokens, 2 * ffn_size, grad=True)]
 
 
 def _angles(factory: InputFactory, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -271,17 +278,17 @@ _BUILDERS: dict[Operation, Callable[..., Run]] = {
     "gemm": _gemm,
     "dgrad": _dgrad,
     "wgrad": _wgrad,
-    "attention": attention.attention,
-    "attention_backward": attention.attention_backward,
-    "latent_attention": attention.latent_attention,
-    "latent_attention_backward": attention.latent_attention_backward,
-    "experts": _experts,
-    "experts_backward": _experts_backward,
-    "norm": _norm,
-    "norm_backward": _norm_backward,
+    "attention": _forward(attention.attention),
+    "attention_backward": _backward(attention.attention),
+    "latent_attention": _forward(attention.latent_attention),
+    "latent_attention_backward": _backward(attention.latent_attention),
+    "experts": _forward(_experts),
+    "experts_backward": _backward(_experts),
+    "norm": _forward(_norm),
+    "norm_backward": _backward(_norm),
     "rope": _rope,
-    "swiglu": _swiglu,
-    "swiglu_backward": _swiglu_backward,
+    "swiglu": _forward(_swiglu),
+    "swiglu_backward": _backward(_swiglu),
     "cross_entropy": _cross_entropy,
     "optimizer": _optimizer,
 }

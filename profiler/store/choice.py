@@ -10,7 +10,7 @@ from typing import cast, get_args
 from sqlalchemy import ColumnElement
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.record import Status, is_moment
+from autoplan.profiler.record import Status, is_timestamp
 from autoplan.profiler.run_record import RunStatus
 from autoplan.profiler.store.marks import REVIEWS, Marked, Review, is_reviewed
 from autoplan.spec.operations import SHAPES
@@ -37,7 +37,7 @@ class Choice:
             raise InputError(f"review {self.review!r}: known are {', '.join(REVIEWS)}")
         for name in ("since", "until"):
             moment = getattr(self, name)
-            if moment is not None and not is_moment(_whole_moment(moment)):
+            if moment is not None and not is_timestamp(_full_timestamp(moment)):
                 raise InputError(
                     f"{name} {moment!r}: write a day or a moment in UTC, as 2026-11-24 or 2026-11-24T16:00Z"
                 )
@@ -61,13 +61,13 @@ class Choice:
         return conditions
 
 
-def _whole_moment(text: str) -> str:
+def _full_timestamp(text: str) -> str:
     return text if "T" in text else f"{text}T00:00Z"
 
 
 def _beginning(text: str) -> str:
     """Return the common prefix of all times in a minute or second, because times are compared as text."""
-    return datetime.fromisoformat(_whole_moment(text)).replace(tzinfo=None).isoformat().removesuffix(":00")
+    return datetime.fromisoformat(_full_timestamp(text)).replace(tzinfo=None).isoformat().removesuffix(":00")
 
 
 ALL = Choice()

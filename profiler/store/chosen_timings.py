@@ -93,7 +93,7 @@ def choose_timings(
         )
         found = connection.execute(query.order_by(chosen.c.place)).all()
         rows += (row for row in found if row.repeats == 1 and row.status == "ok")
-        rows += _middle_ones((row for row in found if row.repeats > 1 or row.status != "ok"), unread, apart)
+        rows += _median_rows((row for row in found if row.repeats > 1 or row.status != "ok"), unread, apart)
     rows += _stand_ins(connection, levels, usable)
     measurements = Measurements.of_rows(device, _read(rows, levels, unread))
     return ChosenTimings(measurements=measurements, hosts_apart=tuple(apart), unread=frozenset(unread))
@@ -112,7 +112,7 @@ def _read(rows: Iterable[Any], levels: Mapping[int, Match], unread: set[str]) ->
             yield operation, dtype, sizes, seconds, key[:12], levels[number], mode != "sustained", status != "ok"
 
 
-def _middle_ones(rows: Iterable[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
+def _median_rows(rows: Iterable[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
     """Select the median of each shape and type, among rows (best first) measured like the first one.
 
     Only settled rows count, unless more of them were slow or unstable.  Collectives with the user's own settings come

@@ -18,7 +18,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from autoplan.base.errors import InputError, NoStoreError, StoreError
 from autoplan.base.urls import is_url, redact_url
-from autoplan.profiler.store.schema import DAMAGED, SCHEMA, check_schema, held_schema, may_migrate, migrate
+from autoplan.profiler.store.schema import DAMAGED, SCHEMA, check_schema, may_migrate, migrate, stored_schema
 
 VARIABLE = "AUTOPLAN_DB"
 BUSY_TIMEOUT_S = 60.0
@@ -101,7 +101,7 @@ def open_database(url: str | None, *, writable: bool, creates: bool) -> Database
         database = _sqlite(Path(text).expanduser(), writable=writable, creates=creates)
     try:
         with database.reading() as connection:
-            schema = held_schema(connection, database.name)
+            schema = stored_schema(connection, database.name)
             is_owner = may_migrate(connection)
         if writable and is_owner and schema < SCHEMA and (schema or creates):
             with database.writing() as connection:

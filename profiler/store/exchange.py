@@ -167,11 +167,11 @@ def _anonymous(record: Measured) -> Measured:
             text = text.replace(name, "-")
         return text
 
-    bare = replace(record, host="", measured_by="", reason=without(record.reason))
-    bare = replace(bare, conditions={key: without(value) for key, value in bare.conditions.items()})
-    if isinstance(bare, Record):
-        return bare
-    return replace(bare, plan=replace(bare.plan, placement=None))  # contains host names
+    anonymous = replace(record, host="", measured_by="", reason=without(record.reason))
+    anonymous = replace(anonymous, conditions={key: without(value) for key, value in anonymous.conditions.items()})
+    if isinstance(anonymous, Record):
+        return anonymous
+    return replace(anonymous, plan=replace(anonymous.plan, placement=None))  # contains host names
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from sqlalchemy import ColumnElement, Connection, Select, Table, and_, case, exists, func, select
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.record import check_text, is_moment
+from autoplan.profiler.record import check_text, is_timestamp
 from autoplan.profiler.store.schema import insert_new, marks, records, run_marks, runs
 
 BY_CHECK = "check"
@@ -44,7 +44,7 @@ class Mark:
     def __post_init__(self) -> None:
         for text in (self.by, self.reason):
             check_text("a mark", text)
-        if not re.fullmatch("[0-9a-f]{64}", self.key) or not is_moment(self.at):
+        if not re.fullmatch("[0-9a-f]{64}", self.key) or not is_timestamp(self.at):
             raise InputError(f"a mark of {self.key[:70]!r} at {self.at!r}: it needs a whole key, and ISO 8601 in UTC")
 
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Select, case, func, select
 
 from autoplan.base.units import cleaned
-from autoplan.profiler.record import LONGEST_S, SLOWED, Fingerprint, is_moment
+from autoplan.profiler.record import LONGEST_S, SLOWED, Fingerprint, is_timestamp
 from autoplan.profiler.store.marks import OPERATIONS, approved_ids, hidden_ids, is_hidden
 from autoplan.profiler.store.schema import records, runs
 from autoplan.spec.team_overview import ComparedTimes, FoundSlow, MachineRecords, OperationRecords, TeamOverview
@@ -31,7 +31,7 @@ def _text(value: object) -> str:
 
 
 def _day(value: object) -> str:
-    return value if isinstance(value, str) and is_moment(f"{value}T00:00Z") else ""
+    return value if isinstance(value, str) and is_timestamp(f"{value}T00:00Z") else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +167,7 @@ def _by_machine(rows: Iterable[Any]) -> dict[int, tuple[str, ...]]:
     for number, value in rows:
         if name := _text(value):
             names[number].add(name)
-    return {number: tuple(sorted(of_it)) for number, of_it in names.items()}
+    return {number: tuple(sorted(found)) for number, found in names.items()}
 
 
 def _spreads(measured: Iterable[Cell]) -> dict[tuple[int, str], float]:

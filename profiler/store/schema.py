@@ -116,7 +116,7 @@ def insert_new(connection: Connection, table: Table, rows: list[dict[str, Any]])
     return len(connection.execute(new, rows).all())
 
 
-def held_schema(connection: Connection, name: str) -> int:
+def stored_schema(connection: Connection, name: str) -> int:
     """Return the schema version of the database `name`; 0 if it has none."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return 0
@@ -153,7 +153,7 @@ def migrate(connection: Connection, name: str) -> None:
     """Migrate the database to this program's schema, in the transaction of `connection`; one process at a time."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(text(f"pg_advisory_xact_lock({_MIGRATION_LOCK})")))
-    if (schema := held_schema(connection, name)) < SCHEMA:
+    if (schema := stored_schema(connection, name)) < SCHEMA:
         from alembic import command
         from alembic.config import Config
 

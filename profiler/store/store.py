@@ -296,7 +296,7 @@ class Store:
                         by_beginning |= {key: record for key in batch if row.key.startswith(key)}
         return by_beginning
 
-    def whole_key(self, key: str) -> str:
+    def full_key(self, key: str) -> str:
         """Return the key of the only record or run that begins with `key`, even if it is unreadable."""
         kind, row = self._row_of_key(key)
         self._check_marked(kind)

@@ -58,7 +58,7 @@ C = TypeVar("C", bound=Content)
 STYLES = ("page.css",)
 SCRIPTS = ("view.js", "plot.js", "gantt.js", "page.js")
 LIVE_SCRIPT = "play.js"
-ASKS = "; connect-src 'self'"
+OWN_SERVER = "; connect-src 'self'"
 
 
 def page(content: PlanContent | MixedContent) -> str:
@@ -102,7 +102,7 @@ def page_text(
     digest = b64encode(sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; base-uri 'none'; "
-        f"form-action 'none'{ASKS if is_live else ''}"
+        f"form-action 'none'{OWN_SERVER if is_live else ''}"
     )
     head = tag(
         "head",

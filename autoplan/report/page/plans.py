@@ -67,9 +67,9 @@ def plans(content: PlanContent) -> Markup | None:
 
 def _ranking(shown: Sequence[RankedPlan], slowest: float) -> Iterator[tuple[Child, Markup, str, str]]:
     for at, plan in enumerate(shown, 1):
-        whole_s = slowest * plan.plan.global_batch
+        width_s = slowest * plan.plan.global_batch
         name = tag("span", tag("span", f"{at} ", class_="quiet"), plan.plan.describe())
-        drawn = bar(kind_segments(plan.terms_s, whole_s))
+        drawn = bar(kind_segments(plan.terms_s, width_s))
         yield name, drawn, format_seconds(plan.step_s), format_bytes(plan.memory_bytes)
 
 

@@ -34,10 +34,10 @@ def _kind_seconds(terms_s: Mapping[str, float]) -> dict[str, float]:
     return {kind: sum(terms_s.get(term, 0.0) for term in terms) for kind, (_, terms) in KINDS.items()}
 
 
-def kind_segments(terms_s: Mapping[str, float], whole_s: float) -> Iterator[Segment]:
-    """Yield the segments of a bar of the kinds of time; `whole_s` is its full width."""
+def kind_segments(terms_s: Mapping[str, float], width_s: float) -> Iterator[Segment]:
+    """Yield the segments of a bar of the kinds of time; `width_s` is its full width."""
     for kind, seconds in _kind_seconds(terms_s).items():
-        yield Segment(name=KINDS[kind][0], colour=kind, share=seconds / whole_s, text=format_seconds(seconds))
+        yield Segment(name=KINDS[kind][0], colour=kind, share=seconds / width_s, text=format_seconds(seconds))
 
 
 def kind_key() -> Markup:
