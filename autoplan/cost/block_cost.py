@@ -135,10 +135,10 @@ class Halves:
     ) -> Halves:
         """Return the waits of two halves from their work and the launches of the pass; each hides its own traffic."""
         inputs, weights = {"gemm": input_s}, {"gemm": weight_s}
-        put_off_s = WEIGHT_LAUNCHES * (launch_s - wait_s)
+        deferred_s = WEIGHT_LAUNCHES * (launch_s - wait_s)
         return cls(
-            inputs_late_s=finish(framework, inputs, states.input_gradient_s, launch_s - put_off_s, wait_s),
-            weights_late_s=finish(framework, weights, states.weight_gradient_s, put_off_s, 0.0 * wait_s),
+            inputs_late_s=finish(framework, inputs, states.input_gradient_s, launch_s - deferred_s, wait_s),
+            weights_late_s=finish(framework, weights, states.weight_gradient_s, deferred_s, 0.0 * wait_s),
             inputs_s=inputs,
             weights_s=weights,
         )
@@ -194,8 +194,8 @@ def with_launches(
     layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
     count = {block: sum(layer.count(block) for layer in layers) for block in lags}
     on_stages = (batch.pp > 1) & (len(set(layers)) > 1)
-    repeats_some = (batch.recompute_num_layers > 0) & (batch.recompute_num_layers < ALL_LAYERS)
-    in_part = on_stages | (repeats_some & (len(set(layers)) > 1))
+    repeats_part = (batch.recompute_num_layers > 0) & (batch.recompute_num_layers < ALL_LAYERS)
+    in_part = on_stages | (repeats_part & (len(set(layers)) > 1))
 
     def shown(lag_of: Callable[[Lags], Floats], apart: Bools = in_part) -> dict[Block, Floats]:
         late = {block: np.maximum(lag_of(lag), 0.0) for block, lag in lags.items()}

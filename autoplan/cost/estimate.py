@@ -76,11 +76,11 @@ def estimate(problem: Problem, batch: PlanBatch) -> CostEstimate:
 
 def _familiarity(problem: Problem, batch: PlanBatch, terms_s: Mapping[str, Floats]) -> Familiarity:
     """Return the familiarity of plans: what was measured of a machine counts for plans that mostly rest on it."""
-    known, bare = Familiarity.of(problem, batch), replace(problem, timings=NO_TIMINGS)
-    unknown = Familiarity.of(bare, batch)
+    known, untimed = Familiarity.of(problem, batch), replace(problem, timings=NO_TIMINGS)
+    unknown = Familiarity.of(untimed, batch)
     if not unknown.is_less_than(known):
         return known
-    references_s = estimate(bare, batch).terms_s
+    references_s = estimate(untimed, batch).terms_s
 
     def is_unserved(names: Iterable[str]) -> Bools:
         served_s = add_up(np.where(terms_s[name] == references_s[name], 0.0, terms_s[name]) for name in names)

@@ -136,8 +136,8 @@ class FineTuning:
         object.__setattr__(self, "targets", tuple(dict.fromkeys(targets)))
         for name, parts in (("saved_modules", ENDS), ("frozen", (*ENDS, ENCODER))):
             ends = tuple(_ALIASES.get(_last_part(end), _last_part(end)) for end in getattr(self, name))
-            if strange := [end for end in ends if end not in parts]:
-                raise InputError(f"finetuning.{name} may contain {' and '.join(parts)}, got {strange[0][:40]!r}")
+            if unknown := [end for end in ends if end not in parts]:
+                raise InputError(f"finetuning.{name} may contain {' and '.join(parts)}, got {unknown[0][:40]!r}")
             object.__setattr__(self, name, tuple(dict.fromkeys(ends)))
         if not 0.0 <= self.dropout < 1.0:
             raise InputError(f"finetuning.dropout must be in [0, 1), got {self.dropout:g}")

@@ -326,15 +326,15 @@ class Framework:
     def __post_init__(self) -> None:
         if not self.rank_orders:
             raise InputError("rank_orders must name at least one")
-        if strange := set(self.fitted) - GROUP_OF.keys():
-            raise InputError(f"fitted names no trait of a framework: {listed(sorted(strange))}")
+        if unknown := set(self.fitted) - GROUP_OF.keys():
+            raise InputError(f"fitted names no trait of a framework: {listed(sorted(unknown))}")
         usual_axes = {text.partition("=")[0] for text in self.usual}
-        if strange := usual_axes - {name for name, axis in AXIS.items() if axis.offered_by}:
-            raise InputError(f"usual names no option of few frameworks: {listed(sorted(strange))}")
-        if strange := {text.partition("=")[0] for text in self.lacks} - AXIS.keys():
-            raise InputError(f"lacks names no option: {listed(sorted(strange))}")
-        if strange := set(self.offers or ()) - set(offered(self.rules)):
-            raise InputError(f"offers names what {self.rules} does not: {listed(sorted(strange))}")
+        if unknown := usual_axes - {name for name, axis in AXIS.items() if axis.offered_by}:
+            raise InputError(f"usual names no option of few frameworks: {listed(sorted(unknown))}")
+        if unknown := {text.partition("=")[0] for text in self.lacks} - AXIS.keys():
+            raise InputError(f"lacks names no option: {listed(sorted(unknown))}")
+        if unknown := set(self.offers or ()) - set(offered(self.rules)):
+            raise InputError(f"offers names what {self.rules} does not: {listed(sorted(unknown))}")
         for key, texts in (("usual", self.usual), ("lacks", tuple(text for text in self.lacks if "=" in text))):
             for text in texts:
                 name, _, value = text.partition("=")

@@ -72,7 +72,7 @@ class MeasuredTimes(Rows):
     is_burst: Bools
     is_disturbed: Bools
 
-    def and_others(self, others: MeasuredTimes) -> MeasuredTimes:
+    def with_more(self, others: MeasuredTimes) -> MeasuredTimes:
         """Return these times and others of the same operation and type."""
         names = [column.name for column in fields(self)]
         return MeasuredTimes(**{name: np.concatenate([getattr(self, name), getattr(others, name)]) for name in names})

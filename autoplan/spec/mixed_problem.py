@@ -379,8 +379,8 @@ def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
         )
     for at in used if len(used) > 1 else ():
         degrees = {stage.tp for kind in plan.kinds for stage in kind.stages if stage.part == at}
-        is_whole = plan.num_devices_on(at) % problem.cluster.parts[at].devices_per_node == 0
-        if len(degrees) > 1 or not is_whole or any(len(kind.stages) > 1 for kind in plan.kinds):
+        fills_nodes = plan.num_devices_on(at) % problem.cluster.parts[at].devices_per_node == 0
+        if len(degrees) > 1 or not fills_nodes or any(len(kind.stages) > 1 for kind in plan.kinds):
             raise UnpricedError(
                 f"sharding {common.sharding!r} over several parts is priced for replicas of one stage and one tp that "
                 "fill whole nodes: use zero1"

@@ -124,7 +124,7 @@ def _replaced(chosen: ChosenTimings, work: Iterable[Any], new: ChosenTimings) ->
             rest = np.array([tuple(shape) not in changed for shape in times[kind].shapes.tolist()])
             times[kind] = times[kind].take(rest)
     for kind, added in new.measurements.times.items():
-        times[kind] = times[kind].and_others(added) if kind in times else added
+        times[kind] = times[kind].with_more(added) if kind in times else added
     apart = [pair for pair in chosen.hosts_apart if pair.what not in words]
     return ChosenTimings(
         measurements=replace(

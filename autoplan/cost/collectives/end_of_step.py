@@ -21,7 +21,7 @@ from autoplan.cost.kernels.orthogonalise import orthogonalise_s
 from autoplan.cost.memory.allocator_cache import GRAD_BYTES
 from autoplan.cost.memory.parameters import StageParameters
 from autoplan.cost.memory.state_types import (
-    accumulates_whole,
+    accumulates_full_gradients,
     grad_bytes,
     parameters_on_host,
     reduced_grad_bytes,
@@ -94,7 +94,7 @@ def end_of_step(problem: Problem, batch: PlanBatch, parameters: StageParameters)
     all_reduces = framework.network.zero1_grad_all_reduce
     reduction: Operation = "all_reduce" if all_reduces else "reduce_scatter"
     # A ring sends twice as much where every rank gets the whole sum.
-    sent = wire * np.where(accumulates_whole(problem, batch) & (not all_reduces), 2.0, 1.0)[:, None]
+    sent = wire * np.where(accumulates_full_gradients(problem, batch) & (not all_reduces), 2.0, 1.0)[:, None]
     element, narrow = problem.training.element_bytes, _gathered_bytes(problem, batch)[:, None]
     orthogonalises = TRAITS[problem.training.optimizer].orthogonalises
     momenta = GATHERED_MOMENTA_SHARE * (wire + narrow) if orthogonalises else 0.0 * narrow
@@ -223,7 +223,7 @@ def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s
 def _can_hide_reduction(problem: Problem, batch: PlanBatch) -> Bools:
     """Return whether the framework overlaps gradient reduction with the backward pass."""
     overlap = problem.framework.overlap
-    sharded = overlap.sharded_reduce_overlap & ~accumulates_whole(problem, batch)
+    sharded = overlap.sharded_reduce_overlap & ~accumulates_full_gradients(problem, batch)
     return np.where(batch.sharding == Sharding.NONE.code, overlap.grad_reduce_overlap, sharded)
 
 

@@ -8,7 +8,7 @@ from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.sizes import head_columns
 from autoplan.cost.memory.parameters import StageParameters, local_parameters, unit_parameters
-from autoplan.cost.memory.state_types import parameters_on_host, whole_grad_bytes
+from autoplan.cost.memory.state_types import full_grad_bytes, parameters_on_host
 from autoplan.cost.network.process_groups import ProcessGroups
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PlanBatch
@@ -39,12 +39,12 @@ def gathered_bytes(
         return dense * dense_spread + expert * expert_spread
 
     if parameters.frozen_bytes is not None:
-        return _gathered_beside_frozen(problem, batch, parameters, groups)
+        return _gathered_with_frozen(problem, batch, parameters, groups)
     shapes = block_shapes(problem.model, problem.training.finetuning)
     unit = np.zeros(len(batch))
     for layer in set(layers):
         unit = np.maximum(unit, add_up(spread(*local_parameters(batch, shapes[block])) for block in layer))
-    element, reduced = problem.training.element_bytes, whole_grad_bytes(problem, batch)
+    element, reduced = problem.training.element_bytes, full_grad_bytes(problem, batch)
     in_turn = unit * (framework.memory.fsdp_prefetch_units * element + reduced)
     root = (parameters.ends.T * dense_spread * (element + reduced)).T
     if framework.memory.gathers_ends_in_turn:  # ends with the logits, or layers with their transients
@@ -63,7 +63,7 @@ def gathered_bytes(
     return np.where(zero3[:, None], np.where(stays_gathered[:, None], stage, in_turn[:, None] + root), gathered)
 
 
-def _gathered_beside_frozen(
+def _gathered_with_frozen(
     problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups
 ) -> Floats:
     """Bytes of weights and gradients gathered at once with frozen weights: shape (plans, stages).
@@ -73,7 +73,7 @@ def _gathered_beside_frozen(
     zero1 gathers only the adapters at the end of a step, which fit into the memory of freed activations.
     """
     framework, zero3 = problem.framework, batch.sharding == Sharding.ZERO3.code
-    element, wire = problem.training.element_bytes, whole_grad_bytes(problem, batch)
+    element, wire = problem.training.element_bytes, full_grad_bytes(problem, batch)
     prefetched, fetched = framework.memory.fsdp_prefetch_units, parameters_on_host(batch)
     dense_spread, expert_spread = (groups.shard.size > 1) | fetched, (groups.expert_shard.size > 1) | fetched
 

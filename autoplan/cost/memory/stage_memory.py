@@ -36,7 +36,7 @@ from autoplan.cost.memory.state_types import (
     update_copy_bytes,
     weight_bytes,
 )
-from autoplan.cost.memory.training_states import held_weight_bytes, states
+from autoplan.cost.memory.training_states import kept_weight_bytes, states
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import StageBlocks, stage_blocks
 from autoplan.spec.enums import CudaGraphs, Precision, Sharding
@@ -251,9 +251,9 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     if framework.memory.is_planned_ahead or (framework.memory.drops_grads and not framework.memory.fsdp2_states):
         # The fewer activations are alive, the more gradients are: most is needed where either is whole.  The optimizer
         # step needs all gradients, in the memory of the passes.
-        is_one = (batch.num_microbatches == 1)[:, None]
-        terms["gradients"] = np.where(is_one, np.maximum(gradients - passes, 0.0), gradients)
-        freed = np.where(is_one, np.maximum(passes - gradients, 0.0), passes)
+        is_single = (batch.num_microbatches == 1)[:, None]
+        terms["gradients"] = np.where(is_single, np.maximum(gradients - passes, 0.0), gradients)
+        freed = np.where(is_single, np.maximum(passes - gradients, 0.0), passes)
     terms["update"] = np.where(is_pinned, update, np.maximum(update - freed, 0.0))
     terms["fragmentation"] = (framework.memory.reserved_factor - 1.0) * add_up(terms.values())
     terms["fragmentation"] += framework.memory.broken_pass_share * passes
@@ -331,7 +331,7 @@ def host_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, 
     groups = process_groups(batch)
     per_state = optimizer_bytes(problem, batch)[:, None] + grad_bytes(problem, batch)[:, None]
     offloaded = updated_parameters(batch, parameters) * per_state * share_on_host(batch)[:, None]
-    weights = held_weight_bytes(problem, batch, parameters, groups, batch.sharding == Sharding.ZERO3.code)
+    weights = kept_weight_bytes(problem, batch, parameters, groups, batch.sharding == Sharding.ZERO3.code)
     offloaded = offloaded + weights * parameters_on_host(batch)[:, None]
     staged = _saved_bytes(problem, batch, parameters, groups)
     devices = np.minimum(problem.cluster.devices_per_node, batch.num_devices)

@@ -61,7 +61,7 @@ def accumulator_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return np.where(accumulates, problem.framework.memory.bytes_per_bf16_grad_accumulator, 0.0)
 
 
-def accumulates_whole(problem: Problem, batch: PlanBatch) -> Bools:
+def accumulates_full_gradients(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which ZeRO-1 plans reduce accumulators beside gradients, all of them after the last pass.
 
     Source: DeepSpeed runtime/bf16_optimizer.py, which an optimizer on the host does not take (runtime/engine.py).
@@ -94,7 +94,7 @@ def reduced_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     return _of_reduction(batch, np.maximum(network.bytes_per_reduced_grad, accumulated))
 
 
-def whole_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
+def full_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of an unsharded gradient before its reduction."""
     return _of_reduction(batch, problem.framework.network.bytes_per_reduced_grad)
 

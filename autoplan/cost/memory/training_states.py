@@ -47,11 +47,11 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     zero3 = sharding >= Sharding.ZERO3.code
     spread = partial(spread_bytes, parameters.trained, groups)
     fp16 = batch.precision == Precision.FP16.code
-    weights = held_weight_bytes(problem, batch, parameters, groups, zero1 if framework.memory.fsdp2_states else zero3)
+    weights = kept_weight_bytes(problem, batch, parameters, groups, zero1 if framework.memory.fsdp2_states else zero3)
     weights = weights + _narrow_weight_bytes(problem, batch, parameters)
     if (has_copy := batch.secondary_shard > 1).any():  # of all weights in 16 bits, trained or not
-        whole = (parameters.dense + parameters.expert) * problem.training.element_bytes
-        weights = weights + whole * (has_copy * zero3 / batch.secondary_shard)[:, None]
+        full_bytes = (parameters.dense + parameters.expert) * problem.training.element_bytes
+        weights = weights + full_bytes * (has_copy * zero3 / batch.secondary_shard)[:, None]
     per_grad = grad_bytes(problem, batch)
     gradients = spread(per_grad, zero2)
     accumulator, on_host = accumulator_bytes(problem, batch), share_on_host(batch)
@@ -78,7 +78,7 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     return StateBytes(weights, gradients, optimizer)
 
 
-def held_weight_bytes(
+def kept_weight_bytes(
     problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups, is_sharded: Bools
 ) -> Floats:
     """Bytes of all weights of a rank as stored, including frozen ones and a reference model: (plans, stages)."""
@@ -102,14 +102,14 @@ def _narrow_weight_bytes(problem: Problem, batch: PlanBatch, parameters: StagePa
     """
     if not problem.framework.memory.keeps_narrow_copies:
         return np.zeros_like(parameters.dense)
-    one_layout = problem.cluster.device.generation == "blackwell"
-    copies = {name: size * (1.0 if name == "fp8" and one_layout else 2.0) for name, size in NARROW_BYTES.items()}
+    has_one_layout = problem.cluster.device.generation == "blackwell"
+    copies = {name: size * (1.0 if name == "fp8" and has_one_layout else 2.0) for name, size in NARROW_BYTES.items()}
     per_weight = np.array([copies.get(precision, 0.0) for precision in Precision])[batch.precision]
-    per_weight = np.where(scales_tiles(batch), 2.0 * NARROW_BYTES["mxfp8" if one_layout else "fp8"], per_weight)
+    per_weight = np.where(scales_tiles(batch), 2.0 * NARROW_BYTES["mxfp8" if has_one_layout else "fp8"], per_weight)
     per_weight = per_weight - np.where(batch.narrow_params & (per_weight > 0.0), weight_bytes(problem, batch), 0.0)
     per_weight = np.where(batch.sharding >= Sharding.ZERO3.code, 0.0, per_weight)
     narrow = (parameters.dense - parameters.ends + parameters.expert) * per_weight[:, None]
-    if parameters.only_trained is None or one_layout or problem.framework.memory.keeps_frozen_transposes:
+    if parameters.only_trained is None or has_one_layout or problem.framework.memory.keeps_frozen_transposes:
         return narrow
     trained, is_alone = parameters.only_trained, batch.narrow_params & (batch.precision == Precision.FP8.code)
     frozen = parameters.dense - parameters.ends + parameters.expert - (trained.dense - trained.ends + trained.expert)

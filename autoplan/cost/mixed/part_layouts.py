@@ -114,8 +114,8 @@ def _with_more(memory: StageMemory, more: dict[str, Floats], reserved_factor: fl
     terms = memory.terms | {name: memory.terms[name] + added for name, added in more.items()}
     terms["fragmentation"] = terms["fragmentation"] + (reserved_factor - 1.0) * add_up(more.values())
     snapshots = {
-        phase: tuple(moment | {"gradients": moment["gradients"] + more["gradients"]} for moment in moments)
-        for phase, moments in memory.snapshots.items()
+        phase: tuple(snapshot | {"gradients": snapshot["gradients"] + more["gradients"]} for snapshot in snapshots)
+        for phase, snapshots in memory.snapshots.items()
     }
     return replace(memory, terms=terms, reserved_bytes=add_up(terms.values()), snapshots=snapshots)
 

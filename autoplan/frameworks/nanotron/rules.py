@@ -64,7 +64,7 @@ def _own_split(workload: Workload, batch: PlanBatch) -> Bools:
 # -- experts, sharding ------------------------------------------------------------------------------------------------
 
 
-def _says_split(workload: Workload, plan: ParallelPlan) -> str:
+def _split_text(workload: Workload, plan: ParallelPlan) -> str:
     cut = ",".join(map(str, layers_per_stage(workload.model, plan.pp * plan.vp)))
     layers = ",".join(map(str, chunk_layers(plan, workload.model.num_layers)))
     return f"stages of {layers} layers: it splits by cost into {cut}: set that"
@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = (
             "micro_batch, or use gpipe"
         ),
     ),
-    Rule(source="models/base.py:224", holds=_own_split, text=_says_split),
+    Rule(source="models/base.py:224", holds=_own_split, text=_split_text),
     shared.whole_kv_heads(f"{_LLAMA}:351"),
     Rule(
         source=f"{_LINEAR}:128",

@@ -381,8 +381,8 @@ def _flavor(model: ModelSpec) -> tuple[str, str]:
         for flavor, name in flavors.items():
             table = read_table(shipped("models")[name])
             preset = decode(ModelSpec, {"name": name, **table}, name)
-            mine = replace(model, name=name, aliases=preset.aliases, sources=preset.sources)
-            if mine == replace(preset, num_mtp_layers=0):
+            renamed = replace(model, name=name, aliases=preset.aliases, sources=preset.sources)
+            if renamed == replace(preset, num_mtp_layers=0):
                 return str(family), str(flavor)
     raise InputError(
         f"torchtitan 0.2 knows models by name, and none of the sizes of {model.name!r} (without MTP): export for 0.3"

@@ -184,13 +184,13 @@ def _of_module(text: str, variables: dict[str, str]) -> Content:
     """Parse the function named by the variable CONFIG, or the only function that returns a Trainer.Config."""
     module = Module(text, "the file")
     chosen = variables.get("CONFIG")
-    giving = [name for name in module.functions if _gives_trainer(module, name)]
-    if chosen is None and len(giving) != 1:
-        listed = ", ".join(giving[:20]) or "none"
-        raise InputError(f"the file has {len(giving)} configs ({listed}): name one with --set CONFIG=NAME")
-    name = chosen or giving[0]
-    if name not in giving:
-        raise InputError(f"no function {name!r} gives a Trainer.Config: known are {', '.join(giving[:20])}")
+    config_functions = [name for name in module.functions if _gives_trainer(module, name)]
+    if chosen is None and len(config_functions) != 1:
+        listed = ", ".join(config_functions[:20]) or "none"
+        raise InputError(f"the file has {len(config_functions)} configs ({listed}): name one with --set CONFIG=NAME")
+    name = chosen or config_functions[0]
+    if name not in config_functions:
+        raise InputError(f"no function {name!r} gives a Trainer.Config: known are {', '.join(config_functions[:20])}")
     trainer = module.call(name)
     content = Content({}, None)
     for key, value in trainer.named.items():
