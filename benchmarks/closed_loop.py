@@ -56,8 +56,9 @@ from autoplan.profiler.store.store import Store
 from autoplan.profiler.sweep import Progress, run
 from autoplan.profiler.tasks import MeasurementScope, TaskKey, ranked_tasks
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import Precision
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import (
     LAYER_HALVES,
     LAYERS,

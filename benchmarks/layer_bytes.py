@@ -14,8 +14,9 @@ from saved_bytes import saved_sizes
 from autoplan.api.problem import make_problem
 from autoplan.cost.memory.activations import block_bytes, layer_parts
 from autoplan.readers.huggingface import read_huggingface
+from autoplan.spec.blocks import ENCODER_BLOCKS
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
-from autoplan.spec.model import ENCODER_BLOCKS, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 
 SEQ_LEN = 64

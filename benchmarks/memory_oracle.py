@@ -27,7 +27,8 @@ from autoplan.cost.estimate import stage_costs
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.report.verified import tensor_bytes
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.blocks import Experts
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec

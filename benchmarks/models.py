@@ -33,8 +33,9 @@ from transformers.models.auto.modeling_auto import (
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import attention_context, count_parameters, model_flops_per_token
 from autoplan.readers.huggingface import read_huggingface
+from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.model import ATTENTION_BLOCKS, Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 
 CLOSE = 0.001  # relative: parameters that agree
 CLOSE_OPERATIONS = 0.02

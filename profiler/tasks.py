@@ -23,8 +23,9 @@ from autoplan.profiler.group_layouts import layouts
 from autoplan.profiler.protocol import BESIDE, Hello, Task, rules_for
 from autoplan.profiler.record import Mode
 from autoplan.readers.device import load_device
+from autoplan.spec.blocks import Block
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import (
     COLLECTIVES,
     LAYER_HALVES,

@@ -37,9 +37,10 @@ from autoplan.search.kind_memory import MEMORY_AXES, KindMemory, kind_memory, la
 from autoplan.search.layer_spread import Spread, spread_of
 from autoplan.search.space import Inside, Space
 from autoplan.spec.axes import AXIS, KERNEL_AXES
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.finetuning import EMBEDDING
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 

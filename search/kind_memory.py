@@ -19,8 +19,9 @@ from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.search.layer_spread import Spread
 from autoplan.spec.axes import AXIS
+from autoplan.spec.blocks import Block
 from autoplan.spec.finetuning import EMBEDDING
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch, batch_arrays
 from autoplan.spec.problem import Problem
 

@@ -17,9 +17,10 @@ from autoplan.frameworks.megatron_bridge import export as bridge
 from autoplan.frameworks.megatron_bridge import read as bridge_in
 from autoplan.frameworks.megatron_lm import read as lm_in
 from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import OffloadLayers, OffloadModules
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec

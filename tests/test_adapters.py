@@ -12,8 +12,8 @@ from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.memory_bound import Traffic
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.model import load_model
+from autoplan.spec.blocks import Block
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.model import Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from problems import problem_for

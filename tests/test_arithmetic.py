@@ -24,8 +24,9 @@ from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.model import load_model
+from autoplan.spec.blocks import Block, Experts, LatentAttention, Mamba
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Block, Experts, LatentAttention, Mamba, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from model_specs import gpt

@@ -14,7 +14,7 @@ from autoplan.frameworks.registry import BOOKS
 from autoplan.search.baselines import baseline_plans, families
 from autoplan.search.flags import with_flags
 from autoplan.search.study import search
-from autoplan.spec.model import Experts
+from autoplan.spec.blocks import Experts
 from search_cases import DENSE, LARGE, make
 
 MOE = replace(

@@ -15,8 +15,8 @@ from autoplan.cost.provenance import shares, term_shares
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
+from autoplan.spec.blocks import Experts
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Experts
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from test_estimate import DENSE, MODELS, PLAIN, price, problem_of, single, terms_of

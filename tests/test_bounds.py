@@ -30,11 +30,12 @@ from autoplan.search.limits import default_limits
 from autoplan.search.space import Inside, Space
 from autoplan.search.study import search
 from autoplan.spec.axes import USUAL_SCHEDULES
+from autoplan.spec.blocks import Experts, LatentAttention
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import BATCHINGS, Lengths
 from autoplan.spec.measurement import Measurement
-from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ParallelPlan, PlanBatch

@@ -24,7 +24,8 @@ from autoplan.frameworks.deepspeed.rules import RULES
 from autoplan.frameworks.presets import load_framework
 from autoplan.launch.targets import job_of
 from autoplan.readers.model import load_model
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.blocks import Experts
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
 from framework_parsers import ask

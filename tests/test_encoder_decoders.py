@@ -24,9 +24,10 @@ from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.finetuning import load_finetuning
 from autoplan.readers.huggingface import read_huggingface
+from autoplan.spec.blocks import Block
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec

@@ -29,11 +29,12 @@ from autoplan.cost.spreads import NORMAL_90
 from autoplan.cost.step import STRAGGLER_SPREAD
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.blocks import Block, Experts, LatentAttention
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import ContextParallelKind, Fp8Scaling, Recompute, Sharding
 from autoplan.spec.estimate import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Block, Experts, LatentAttention, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS, STEP_TERMS

@@ -33,8 +33,9 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.launch.targets import exported
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.blocks import Block, Experts
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.model import Block, Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from problems import problem_for
 

@@ -38,8 +38,9 @@ from autoplan.readers.finetuning import combined, load_finetuning  # noqa: E402
 from autoplan.readers.huggingface import read_huggingface  # noqa: E402
 from autoplan.readers.model import load_model  # noqa: E402
 from autoplan.report.answer import answer_lines  # noqa: E402
+from autoplan.spec.blocks import Block, Experts  # noqa: E402
 from autoplan.spec.finetuning import FineTuning  # noqa: E402
-from autoplan.spec.model import Block, Experts, ModelSpec  # noqa: E402
+from autoplan.spec.model import ModelSpec  # noqa: E402
 from autoplan.spec.plan import ParallelPlan, PlanBatch  # noqa: E402
 from autoplan.spec.problem import Problem  # noqa: E402
 from autoplan.spec.training import TrainingSpec  # noqa: E402

@@ -17,7 +17,8 @@ from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.readers.config_keys import Keys, key_table
 from autoplan.readers.huggingface import model_types, read_huggingface
 from autoplan.readers.model import load_model
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.blocks import Block
+from autoplan.spec.model import ModelSpec
 
 SIZES: dict[str, Any] = {
     "vocab_size": 1003,

@@ -29,8 +29,8 @@ from autoplan.cost.kernels.launches import (
 from autoplan.cost.kernels.memory_bound import OP_BY_OP_SHARE, traffic_of
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.model import load_model
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Dispatcher
-from autoplan.spec.model import Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from problems import problem_for

@@ -14,7 +14,8 @@ from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
-from autoplan.spec.model import Block, LinearAttention, ModelSpec
+from autoplan.spec.blocks import Block, LinearAttention
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.workload import Workload
 

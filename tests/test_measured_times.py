@@ -20,11 +20,11 @@ from autoplan.cost.network.algorithms import ProcessGroup
 from autoplan.cost.network.algorithms import collective_s as unmeasured_s
 from autoplan.cost.network.links import Links
 from autoplan.cost.provenance import shares, term_shares
+from autoplan.spec.blocks import Block
 from autoplan.spec.calibration import Calibration, burst_factors
 from autoplan.spec.enums import Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.measurement import Measurement
-from autoplan.spec.model import Block
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem

@@ -14,7 +14,8 @@ from autoplan.frameworks.megatron_bridge import read as megatron_bridge
 from autoplan.frameworks.megatron_lm import read as megatron_lm
 from autoplan.frameworks.primus import read as primus
 from autoplan.readers.model import load_model
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.blocks import Experts
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from model_specs import gpt
 

@@ -20,9 +20,10 @@ from autoplan.frameworks.megatron_lm.table import words
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
 from autoplan.launch.targets import job_of
+from autoplan.spec.blocks import Experts, LatentAttention
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile
 from autoplan.spec.search_result import RankedPlan

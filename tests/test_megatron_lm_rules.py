@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import ANY_FRAMEWORK, broken, legal
 from autoplan.frameworks.megatron_lm.rules import RULES
-from autoplan.spec.model import Experts, LatentAttention, LinearAttention, ModelSpec
+from autoplan.spec.blocks import Experts, LatentAttention, LinearAttention
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload

@@ -20,12 +20,13 @@ from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.cost.pipeline.order import PipelineShape, rank_orders
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.blocks import Experts, LatentAttention
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Recompute, Sharding
 from autoplan.spec.estimate import VERDICTS, CostEstimate, StageCost
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec

@@ -12,7 +12,8 @@ from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import count_parameters, model_flops_per_token
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.readers.model import find_preset, load_model, preset_models
-from autoplan.spec.model import Block, Experts, Mamba, ModelSpec
+from autoplan.spec.blocks import Block, Experts, Mamba
+from autoplan.spec.model import ModelSpec
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "llama3-70b" / "config.json"
 

@@ -22,7 +22,8 @@ from autoplan.frameworks.nanotron.read import read, recognises
 from autoplan.frameworks.nanotron.rules import RULES, layers_per_stage
 from autoplan.frameworks.presets import load_framework
 from autoplan.launch.targets import job_of
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.blocks import Experts
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload

@@ -12,7 +12,8 @@ from autoplan.base.errors import InputError
 from autoplan.cost.estimate import stage_costs
 from autoplan.readers.cluster import load_cluster
 from autoplan.report.verified import tensor_bytes
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.blocks import Experts
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 from commands import run

@@ -16,8 +16,8 @@ from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.search.axes import axes_of, differing, plan_of, words
 from autoplan.search.choice import compared
 from autoplan.search.plan_changes import Difference, changes, fastest_path, nearest_equal, prices
+from autoplan.spec.blocks import Experts
 from autoplan.spec.estimate import VERDICTS
-from autoplan.spec.model import Experts
 from autoplan.spec.plan import ParallelPlan, chunk_layers, parse_recompute
 from autoplan.spec.problem import Problem
 from search_cases import DENSE, make

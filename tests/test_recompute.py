@@ -18,9 +18,10 @@ from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.megatron_lm import rules as megatron_lm
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.blocks import Block, Experts, LatentAttention
 from autoplan.spec.enums import RecomputeModule
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Block, Experts, LatentAttention, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec

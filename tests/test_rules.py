@@ -18,8 +18,9 @@ from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.frameworks.registry import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.spec.axes import AXES, Axis, Kind, Value, shown, words_of
+from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import Schedule
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from autoplan.spec.workload import Workload

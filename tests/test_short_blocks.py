@@ -17,7 +17,8 @@ from autoplan.cost.memory.recompute import activation_parts, whole_bytes
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.huggingface import read_huggingface
-from autoplan.spec.model import Block, ModelSpec, WindowAttention
+from autoplan.spec.blocks import Block, WindowAttention
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 

@@ -27,8 +27,9 @@ from autoplan.search.flags import CALLED_OTHERWISE, FORBIDDEN_COUNTS, with_flags
 from autoplan.search.layouts import chunk_counts, layouts
 from autoplan.search.limits import Limits, batch_grid, default_limits, divisors
 from autoplan.search.space import Space
+from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import RankOrder
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import TrainingSpec

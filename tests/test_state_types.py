@@ -22,7 +22,7 @@ from autoplan.readers.model import load_model
 from autoplan.search.allowances import allowances
 from autoplan.search.study import search
 from autoplan.spec.axes import AXIS, SEARCHED
-from autoplan.spec.model import Experts
+from autoplan.spec.blocks import Experts
 from autoplan.spec.plan import ParallelPlan, PlanBatch, column_type
 from autoplan.spec.problem import Problem
 from search_cases import DENSE

@@ -15,8 +15,9 @@ from autoplan.search.advice import check_result, fits_somewhere, smallest_nodes,
 from autoplan.search.ranking import Leaders, ordering, ranked, seconds_per_sequence
 from autoplan.search.storage import opened
 from autoplan.search.study import MARGIN, Shared, search
+from autoplan.spec.blocks import Experts
 from autoplan.spec.estimate import VERDICTS
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from search_cases import DENSE, LARGE, PLAIN, make
 

@@ -221,7 +221,7 @@ def test_a_budget_is_kept_on_a_link_that_is_slower_than_expected(tmp_path: Path)
 
 PROGRAM = """
 import sys
-from autoplan.spec.model import ModelSpec
+from autoplan.spec.model import (ModelSpec)
 from autoplan.frameworks.presets import load_framework
 from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import Job

@@ -20,8 +20,9 @@ from autoplan.profiler.store import open_store
 from autoplan.profiler.tasks import MeasurementScope, ranked_tasks, reference_s, unmeasurable_parts
 from autoplan.readers.device import load_device
 from autoplan.readers.model import load_model
+from autoplan.spec.blocks import Experts
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import COLLECTIVES, LAYERS, MOE_LAYERS, SHAPES
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.timing import batch_index

@@ -16,8 +16,9 @@ from autoplan.cost.kernels.arithmetic import count_parameters, encoder_parameter
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.huggingface import read_huggingface
+from autoplan.spec.blocks import Block
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from model_specs import QWEN_VL

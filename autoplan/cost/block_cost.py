@@ -14,8 +14,9 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, Rows, add_up
 from autoplan.cost.kernels.memory_bound import KERNELS_BACKWARD
 from autoplan.cost.passes import SplitPass
+from autoplan.spec.blocks import Block
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch
 
 # Share of the launches of a backward pass that a schedule may defer: two weight-gradient products of a block's

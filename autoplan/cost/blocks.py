@@ -54,9 +54,10 @@ from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.layout import repeats_beside
 from autoplan.cost.recompute_times import selective_s
 from autoplan.spec.axes import KERNEL_AXES
+from autoplan.spec.blocks import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block
 from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
-from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import FULL, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS

@@ -11,8 +11,8 @@ from autoplan.cost.kernels.memory_bound import STORED_CAST_BYTES, memory_bound_s
 from autoplan.cost.kernels.sizes import norm_tokens, rank_expert_tokens
 from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.memory.recompute import bytes_per_width, has_norm_module
+from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.enums import RecomputeModule
-from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 

@@ -26,7 +26,7 @@ from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Ends, Pass, SplitPass
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_beside, stage_blocks
 from autoplan.spec.axes import KERNEL_AXES
-from autoplan.spec.model import Block
+from autoplan.spec.blocks import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS

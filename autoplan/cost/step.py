@@ -26,8 +26,8 @@ from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.stages import Stages, chunk_times, work_terms
 from autoplan.cost.uneven_images import Encoding, images_waiting_s
 from autoplan.cost.uneven_lengths import Varying, met_in_turn, varying_s, waiting_s
+from autoplan.spec.blocks import ENCODER_BLOCKS
 from autoplan.spec.enums import Schedule
-from autoplan.spec.model import ENCODER_BLOCKS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import STEP_TERMS

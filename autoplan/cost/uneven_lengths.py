@@ -18,9 +18,9 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, Ints, add_up, distinct_rows
 from autoplan.cost.block_cost import BlockCost
 from autoplan.cost.kernels.sequences import Kinds, cut_samples, longest_of, packs_of
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.lengths import Batching, Lengths
-from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS, OF_TOKENS

@@ -14,7 +14,8 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import read_table, shipped
-from autoplan.spec.model import Encoder, Experts, LatentAttention, LinearAttention, Mamba, ModelSpec, WindowAttention
+from autoplan.spec.blocks import Experts, LatentAttention, LinearAttention, Mamba, WindowAttention
+from autoplan.spec.model import Encoder, ModelSpec
 
 MOST = 10**9  # limit of any count in a config.json
 ABSENT: Any = object()

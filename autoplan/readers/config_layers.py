@@ -6,7 +6,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.readers.config_keys import ABSENT, Keys, key_table, show, typed
-from autoplan.spec.model import Experts
+from autoplan.spec.blocks import Experts
 
 
 def layer_pattern(keys: Keys) -> str:

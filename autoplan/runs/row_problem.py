@@ -16,9 +16,10 @@ from autoplan.readers.finetuning import METHODS, load_finetuning, optimizer_name
 from autoplan.readers.model import find_preset
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
 from autoplan.runs.row import Row
+from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 from autoplan.spec.problem import Problem
 from autoplan.spec.training import Attention, TrainingSpec

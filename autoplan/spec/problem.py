@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
+from autoplan.spec.blocks import Block
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.lengths import UNEVEN
-from autoplan.spec.model import Block, Encoder, ModelSpec
+from autoplan.spec.model import Encoder, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.spec.training import TrainingSpec

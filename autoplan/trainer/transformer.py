@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor, Partial, distribute_tensor
 
-from autoplan.spec.model import Block, Experts, ModelSpec
+from autoplan.spec.blocks import Block, Experts
+from autoplan.spec.model import ModelSpec
 
 
 def _local(weight: Tensor, *, sums: bool) -> Tensor:

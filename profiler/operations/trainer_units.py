@@ -25,8 +25,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.arithmetic import count_parameters
 from autoplan.profiler.operations.inputs import ChainedRun, InputFactory, Run, StagedRun, in_turns, num_sets
+from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import Sharding
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import (
     LAYER_HALVES,
     LAYER_SIZES,

@@ -13,10 +13,11 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.primus.rules import RULES as PRIMUS_RULES
 from autoplan.readers.cluster import load_cluster
+from autoplan.spec.blocks import Experts, LatentAttention
 from autoplan.spec.enums import RankOrder, RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_problem import MixedStage, ReplicaKind
-from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, even_chunks
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload

@@ -12,7 +12,8 @@ from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from autoplan.base.processes import Children, Fault, RankPlace
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.blocks import Experts
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.trainer.run import PRELOAD
 from autoplan.trainer.task import Deviation, Task

@@ -24,8 +24,8 @@ from autoplan.cost.kernels.times import KernelTimes
 from autoplan.cost.network.links import Links, contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.passes import Ends, Pass
+from autoplan.spec.blocks import Block
 from autoplan.spec.finetuning import HEAD
-from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 

@@ -33,7 +33,7 @@ from autoplan.cost.network.links import Links
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside, stage_blocks
 from autoplan.cost.pipeline.order import rank_of_chunks
 from autoplan.cost.recompute_times import resent_share
-from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block
+from autoplan.spec.blocks import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem

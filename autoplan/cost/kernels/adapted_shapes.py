@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoplan.cost.kernels.linears import BlockShape, Linear, Split
+from autoplan.spec.blocks import Block
 from autoplan.spec.finetuning import ALL_LINEAR, MODULES, FineTuning, Target
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 
 
 def is_in(shapes: Mapping[Block, BlockShape], model: ModelSpec, target: Target) -> bool:

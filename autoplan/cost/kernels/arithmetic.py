@@ -10,8 +10,9 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.block_shapes import block_shapes, layer_shapes, norm_vectors, relative_table
 from autoplan.cost.kernels.linears import Linear
+from autoplan.spec.blocks import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block
 from autoplan.spec.finetuning import EMBEDDING, ENCODER, HEAD, FineTuning
-from autoplan.spec.model import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block, Encoder, ModelSpec
+from autoplan.spec.model import Encoder, ModelSpec
 
 # Tokens per chunk in the kernels of a gated delta net: CHUNK_SIZE of flash-linear-attention
 # (fla/ops/gated_delta_rule/chunk.py), and of the torch code in transformers' modeling_qwen3_next.py.

@@ -23,8 +23,9 @@ from autoplan.cost.kernels.products import gemm_rate, wide_peak
 from autoplan.cost.kernels.sequences import attended_len, tokens_per_sample
 from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.passes import Pass
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import ContextParallelKind
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

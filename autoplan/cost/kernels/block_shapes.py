@@ -12,8 +12,9 @@ from functools import lru_cache
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.adapted_shapes import is_in, with_adapters
 from autoplan.cost.kernels.linears import ADDED, BlockShape, Linear, Split
+from autoplan.spec.blocks import ENCODER_BLOCKS, Block, LatentAttention
 from autoplan.spec.finetuning import ALL_LINEAR, MODULES, FineTuning
-from autoplan.spec.model import ENCODER_BLOCKS, Block, LatentAttention, ModelSpec
+from autoplan.spec.model import ModelSpec
 
 
 def norm_parameters(model: ModelSpec) -> int:

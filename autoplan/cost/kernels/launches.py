@@ -17,8 +17,8 @@ from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.sizes import pads_experts
 from autoplan.cost.passes import Pass
+from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule
-from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.operations import NARROW_TYPES
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

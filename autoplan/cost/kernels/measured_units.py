@@ -17,8 +17,9 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats, Rows
 from autoplan.cost.kernels.measured import Sizes, find_kernels
 from autoplan.cost.kernels.sequences import tokens_per_sample
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Sharding
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import (
     LAYER_HALVES,
     LAYERS,

@@ -30,8 +30,9 @@ from autoplan.cost.kernels.sizes import (
     sends_tokens_once,
 )
 from autoplan.cost.passes import Pass
+from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.enums import Precision
-from autoplan.spec.model import ATTENTION_BLOCKS, Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

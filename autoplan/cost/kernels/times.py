@@ -20,9 +20,9 @@ from autoplan.cost.kernels.memory_bound import RECURRENT_BLOCKS, memory_bound_s,
 from autoplan.cost.kernels.products import gemm_rate, products_s
 from autoplan.cost.kernels.sizes import expert_imbalance, head_columns, norm_tokens, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
+from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.enums import CrossEntropyFusion
 from autoplan.spec.finetuning import HEAD
-from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.operations import EXPERTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

@@ -14,8 +14,8 @@ from autoplan.cost.memory.recompute import Offloaded, Parts, activation_parts, k
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_beside
 from autoplan.cost.pipeline.order import PipelineShape, chunks_of_ranks, live_chunks
+from autoplan.spec.blocks import ENCODER_BLOCKS, Block
 from autoplan.spec.enums import Schedule
-from autoplan.spec.model import ENCODER_BLOCKS, Block
 from autoplan.spec.plan import SPLIT_SCHEDULES, PlanBatch
 from autoplan.spec.problem import Problem
 

@@ -31,9 +31,9 @@ from autoplan.cost.network.algorithms import ProcessGroup
 from autoplan.cost.network.process_groups import ProcessGroups
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.finetuning import EMBEDDING, HEAD
-from autoplan.spec.model import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 

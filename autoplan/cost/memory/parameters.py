@@ -17,9 +17,10 @@ from autoplan.cost.kernels.measured_units import DENSE_LAYER, measured_layer
 from autoplan.cost.kernels.sizes import local_sizes, padded_vocab
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
+from autoplan.spec.blocks import ENCODER_BLOCKS, Block
 from autoplan.spec.enums import Sharding
 from autoplan.spec.finetuning import EMBEDDING, ENCODER, HEAD
-from autoplan.spec.model import ENCODER_BLOCKS, Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 

@@ -26,8 +26,8 @@ from autoplan.cost.kernels.sizes import (
     rank_tokens,
 )
 from autoplan.cost.memory.state_types import WIDE_BYTES
+from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.enums import OffloadLayers, OffloadModules, RecomputeModule
-from autoplan.spec.model import ATTENTION_BLOCKS, Block
 from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 

@@ -39,9 +39,9 @@ from autoplan.cost.memory.state_types import (
 from autoplan.cost.memory.training_states import kept_weight_bytes, states
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import StageBlocks, stage_blocks
+from autoplan.spec.blocks import ENCODER_BLOCKS, Block
 from autoplan.spec.enums import CudaGraphs, Precision, Sharding
 from autoplan.spec.finetuning import HEAD
-from autoplan.spec.model import ENCODER_BLOCKS, Block
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 

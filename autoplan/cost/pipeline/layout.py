@@ -14,8 +14,9 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, distinct_rows
 from autoplan.cost.pipeline.order import V_SHAPED, chunks_of_ranks
+from autoplan.spec.blocks import ENCODER_BLOCKS, Block
 from autoplan.spec.enums import Schedule
-from autoplan.spec.model import ENCODER_BLOCKS, Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch
 
 V_SCHEDULES = [Schedule(name).code for name in V_SHAPED]

@@ -30,9 +30,10 @@ from autoplan.frameworks.common.tuning import refused_targets
 from autoplan.frameworks.hf_trainer.write import INT8_IS_WHOLE, adapters_of, yaml_job
 from autoplan.frameworks.torchtitan.options import stages
 from autoplan.readers.model import hub_name
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Dispatcher, Offload, Precision, Recompute, Schedule, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch, chunk_layers
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Ints
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.blocks import Block
+from autoplan.spec.model import ModelSpec
 
 
 def kv_groups(model: ModelSpec) -> int:

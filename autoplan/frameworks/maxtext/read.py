@@ -46,8 +46,9 @@ from autoplan.frameworks.maxtext.options import (
 )
 from autoplan.frameworks.megatron_lm.read import Entry, started
 from autoplan.readers.model import find_preset
+from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import Precision, Recompute, Schedule, Sharding
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 

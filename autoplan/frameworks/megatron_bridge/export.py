@@ -17,6 +17,7 @@ from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import arguments_of
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import (
     NARROW_PRECISIONS,
     CrossEntropyFusion,
@@ -27,7 +28,7 @@ from autoplan.spec.enums import (
     OffloadLayers,
 )
 from autoplan.spec.finetuning import FineTuning
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 

@@ -13,8 +13,9 @@ from autoplan.frameworks.megatron_lm.notation import moe_places
 from autoplan.frameworks.megatron_lm.table import Reading, read_lines, rows
 from autoplan.frameworks.megatron_lm.training_options import read_attention, read_precision, read_scaling
 from autoplan.readers.model import load_model, preset_models
+from autoplan.spec.blocks import Experts, LatentAttention
 from autoplan.spec.enums import Precision, RankOrder, Schedule
-from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 

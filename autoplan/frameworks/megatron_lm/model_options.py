@@ -19,7 +19,8 @@ from autoplan.frameworks.common.option_table import (
 from autoplan.frameworks.megatron_lm.notation import expert_pattern
 from autoplan.frameworks.megatron_lm.table import BRIDGE, Line, Reading, Special, switches, valued
 from autoplan.readers.model import find_preset
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.blocks import Block
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
 # -- sizes of the model -----------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ from itertools import groupby
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.option_table import Value
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import CudaGraphs
-from autoplan.spec.model import Block, ModelSpec
+from autoplan.spec.model import ModelSpec
 
 MAX_LAYERS = 10**4
 

@@ -31,7 +31,7 @@ from autoplan.frameworks.nanotron.options import (
     ZERO_STAGES,
 )
 from autoplan.frameworks.nanotron.rules import RULES
-from autoplan.spec.model import Block, Experts
+from autoplan.spec.blocks import Block, Experts
 from autoplan.spec.plan_file import PlanFile
 
 _FILE = "nanotron.yaml"

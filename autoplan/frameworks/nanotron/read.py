@@ -31,8 +31,9 @@ from autoplan.frameworks.nanotron.options import (
     ZERO_STAGES,
 )
 from autoplan.frameworks.nanotron.rules import layers_per_stage
+from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import Schedule
-from autoplan.spec.model import Experts, ModelSpec
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 

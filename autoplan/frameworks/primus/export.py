@@ -17,7 +17,7 @@ from autoplan.frameworks.megatron_lm.rules import LIMITS
 from autoplan.frameworks.megatron_lm.table import arguments_of
 from autoplan.frameworks.primus.options import SWITCHED_ON
 from autoplan.frameworks.primus.rules import ALGORITHMS, RULES
-from autoplan.spec.model import Block
+from autoplan.spec.blocks import Block
 from autoplan.spec.plan_file import PlanFile
 
 NAME = "primus.yaml"

@@ -18,7 +18,8 @@ from autoplan.frameworks.common.option_table import (
 )
 from autoplan.frameworks.common.options import Argument, Options
 from autoplan.readers.model import load_model
-from autoplan.spec.model import Experts, LatentAttention, ModelSpec
+from autoplan.spec.blocks import Experts, LatentAttention
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 
 _HEADS = (count("n_heads", "model.num_heads"), optional_count("n_kv_heads", "model.kv_heads"))

@@ -19,9 +19,17 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unr
 from autoplan.frameworks.common.literals import Built, Module
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, Unknown, show
-from autoplan.frameworks.common.shell import Command, read_script
-from autoplan.frameworks.common.shell_words import is_open
+from autoplan.frameworks.common.shell import read_script
 from autoplan.frameworks.fsdp2.options import read_offload
+from autoplan.frameworks.torchtitan.command_line import (
+    OLD_FILE,
+    PROGRAMS,
+    SCRIPTS,
+    config_options,
+    num_devices_of,
+    parse_words,
+    training_program,
+)
 from autoplan.frameworks.torchtitan.families import model_of, num_mtp_layers_of
 from autoplan.frameworks.torchtitan.options import (
     ASIDE,
@@ -48,9 +56,6 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
-_TRAINS = ("torchtitan.train", "torchtitan/train.py", "plan_cfg.py")
-_ENTRIES = ("run_train.sh",)
-_OLD_FILE = "job.config_file"  # option of 0.2 with the name of the file
 # Keys that [training] and [experimental] have before 0.2.
 _RENAMED = {"batch_size": "training.local_batch_size", "compile": "compile.enable"}
 _OF_PARALLELISM = re.compile(r"(data|tensor|context|pipeline|expert)_parallel_\w+|enable_async_tensor_parallel")
@@ -81,8 +86,8 @@ def recognises(name: str, text: str) -> bool:
         )
     if name.endswith(".py"):
         return "model_registry(" in text or ("torchtitan" in text and "Trainer.Config" in text)
-    return any(train in text for train in (*_TRAINS, f"--{_OLD_FILE}")) or (
-        "torchtitan" in text and any(item in text for item in _ENTRIES)
+    return any(train in text for train in (*PROGRAMS, f"--{OLD_FILE}")) or (
+        "torchtitan" in text and any(item in text for item in SCRIPTS)
     )
 
 
@@ -270,18 +275,18 @@ def _read_model(content: Content, spec: Any, function: str) -> None:
 
 def _of_script(text: str, context: LaunchContext) -> Content:
     script = read_script(text, context.variables, context.folder)
-    command = next((item for item in script.commands if _start(item) is not None), None)
+    command = next((item for item in script.commands if training_program(item) is not None), None)
     if command is None:
         raise InputError("no command starts torchtitan.train or run_train.sh")
     words = list(command.words)
-    at = _start(command)
+    at = training_program(command)
     assert at is not None
     before, after = words[:at], words[at + 1 :]
     variables = {name: value for name, value in script.variables.items() if isinstance(value, str)}
-    if words[at].endswith(_ENTRIES):  # NGPU=8 MODULE=llama3 CONFIG=llama3_8b ./run_train.sh
-        after = [*_named_by(variables), *after]
-    options, policy, unread = _command_line(after)
-    old = str(options.pop(_OLD_FILE, None) or variables.get("CONFIG_FILE", ""))
+    if words[at].endswith(SCRIPTS):  # NGPU=8 MODULE=llama3 CONFIG=llama3_8b ./run_train.sh
+        after = [*config_options(variables), *after]
+    options, policy, unread = parse_words(after)
+    old = str(options.pop(OLD_FILE, None) or variables.get("CONFIG_FILE", ""))
     if old:
         content = _of_toml(_changed(_toml_beside(old, context), options))
     else:
@@ -291,7 +296,7 @@ def _of_script(text: str, context: LaunchContext) -> Content:
     if policy is not None:
         content.recompute = policy
     content.unread += [*unread, *script.unread()]
-    content.num_devices = _devices(before, variables)
+    content.num_devices = num_devices_of(before, variables)
     return content
 
 
@@ -321,74 +326,6 @@ def _module_beside(module: str, context: LaunchContext) -> str | None:
     place = context.folder.joinpath(*module.split("."))
     path = next(filter(is_file, (place / "config_registry.py", place.with_suffix(".py"))), None)
     return None if path is None else read_text(path)
-
-
-def _start(command: Command) -> int | None:
-    """Return the index of the training program among the words of a command; None if there is none."""
-    ends: tuple[str, ...] = (*_TRAINS, *_ENTRIES)
-    if any(word.startswith(f"--{_OLD_FILE}") for word in command.words):  # its train.py of 0.1, beside the script
-        ends = (*ends, "train.py")
-    return next((at for at, word in enumerate(command.words) if word.endswith(ends)), None)
-
-
-def _named_by(variables: dict[str, str]) -> list[str]:
-    """Return the options for module and config that run_train.sh derives from the variables."""
-    module, config = variables.get("MODULE", "llama3"), variables.get("CONFIG", "llama3_debugmodel")
-    return ["--module", module, "--config", config]
-
-
-def _command_line(words: list[str]) -> tuple[dict[str, Any], str | None, list[Unread]]:
-    """Return (options by dotted name, policy of activation checkpointing, unread options)."""
-    options: dict[str, Any] = {}
-    policy, unread, at = None, [], 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        if word.startswith("activation_checkpoint:") or word.startswith("activation-checkpoint:"):
-            policy = word.partition(":")[2]
-            if policy not in ("full", "selective", "none"):
-                raise InputError(f"{show(word)}: known are full, selective and none")
-        elif word.startswith("--"):
-            name, sign, _ = word[2:].replace("-", "_").partition("=")
-            if sign:
-                options[name] = _parsed(name, word.partition("=")[2])
-            elif at < len(words) and not words[at].startswith("--") and ":" not in words[at]:
-                options[name] = _parsed(name, words[at])
-                at += 1
-            else:  # a switch: --compile.enable, --compile.no-enable
-                section, _, key = name.rpartition(".")
-                is_off = key.startswith("no_")
-                options[f"{section}.{key.removeprefix('no_')}"] = not is_off
-        elif word not in ("", "$@", "${@}"):
-            unread.append(Unread(option="argument", value=show(word), why="not an option"))
-    return options, policy, unread
-
-
-def _parsed(name: str, text: str) -> Any:
-    """Return the value of an option, parsed as a number or flag; the path of a file stays as written."""
-    if name == _OLD_FILE:
-        return text
-    if is_open(text):
-        raise InputError(f"{show(text)} is only known in a running shell: give it with --set NAME=VALUE")
-    if re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
-        return int(text)
-    return {"True": True, "False": False, "None": None}.get(text, text)
-
-
-def _devices(words: list[str], variables: dict[str, str]) -> int | None:
-    """Return the number of processes that torchrun starts, from its options or NGPU."""
-    values = {}
-    for at, word in enumerate(words):
-        name, sign, value = word.replace("_", "-").partition("=")
-        if name in ("--nnodes", "--nproc-per-node"):
-            values[name] = value if sign else words[at + 1] if at + 1 < len(words) else ""
-    ranks = values.get("--nproc-per-node", variables.get("NGPU"))
-    nodes = values.get("--nnodes", "1")
-    return (
-        int(ranks) * int(nodes)
-        if ranks and ranks.isdecimal() and nodes.isdecimal() and len(ranks + nodes) < 12
-        else None
-    )
 
 
 def _base(module: Any, config: Any, context: LaunchContext) -> Content:
