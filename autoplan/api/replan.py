@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 
 from autoplan.api.mixed import fastest_plans, result_of, usual_of
-from autoplan.api.plan_files import is_mixed_file, load_mixed_plan, make_mixed_file, make_plan_file
-from autoplan.api.plan_result import PlanResult, load_plan
+from autoplan.api.plan_files import make_mixed_file, make_plan_file
+from autoplan.api.plan_result import PlanResult, load_any_plan
 from autoplan.api.problem import space_of
 from autoplan.api.results import MixedPlanResult, Progress, Result, Table
 from autoplan.api.training_run import RunOptions, make_run, resized, search_run
@@ -115,7 +115,7 @@ def replan(
 
     Raises InputError for arguments that cannot be used, NoPlanError if the rest has no plan.
     """
-    before = plan if isinstance(plan, PlanResult | MixedPlanResult) else _loaded(Path(plan), db)
+    before = plan if isinstance(plan, PlanResult | MixedPlanResult) else load_any_plan(plan, db=db)
     if storage_bytes_per_s is not None:
         check_positive("storage_bytes_per_s", storage_bytes_per_s)
     if measured is not None:
@@ -216,10 +216,6 @@ def _figures(ranked: RankedPlan) -> PlanFigures:
         step_s=ranked.step_s,
         memory_bytes=ranked.memory_bytes,
     )
-
-
-def _loaded(path: Path, db: str | None) -> PlanResult | MixedPlanResult:
-    return load_mixed_plan(path) if is_mixed_file(path) else load_plan(path, db=db)
 
 
 def _run_of(path: Path) -> RunFile:

@@ -15,6 +15,7 @@ from autoplan.report.terminal import (
     MIN_SHOWN_S,
     Cell,
     bold,
+    equal_stages,
     number_ranges,
     print_lines,
     print_table,
@@ -114,11 +115,7 @@ def print_memory(console: Console, file: PlanFile) -> None:
 def print_waterfall(console: Console, stages: Sequence[PlacedStage]) -> None:
     """Print the memory of stages: one row per term and one column per stage; equal stages share a column."""
     console.print("\nmemory in GiB, stage by stage")
-    kinds: dict[tuple[float | str, ...], list[PlacedStage]] = {}
-    for stage in stages:
-        place = stage.place
-        kinds.setdefault((place.kind, place.part, *stage.cost.memory_terms_bytes.values()), []).append(stage)
-    groups = [*kinds.values()]
+    groups = equal_stages(stages, lambda cost: cost.memory_terms_bytes.values())
     worst = max(groups, key=lambda group: group[0].fill)
     if len(groups) > MAX_MEMORY_COLUMNS:
         shown = {0, len(groups) - 1, groups.index(worst), *range(MAX_MEMORY_COLUMNS - 2)}

@@ -18,6 +18,7 @@ from autoplan.report.terminal import (
     MIN_SHOWN_S,
     Cell,
     bold,
+    equal_stages,
     number_ranges,
     print_lines,
     print_next_steps,
@@ -84,11 +85,7 @@ def print_mixed_explanation(console: Console, file: MixedPlanFile, explanation: 
 
 def _print_terms(console: Console, best: RankedPlan | MixedCost, stages: Sequence[PlacedStage]) -> None:
     """Print one row per term: of the step, and of the stages, with equal stages in one column."""
-    kinds: dict[tuple[float | str, ...], list[PlacedStage]] = {}
-    for stage in stages:
-        cost, place = stage.cost, stage.place
-        kinds.setdefault((place.kind, place.part, *cost.terms_s.values(), cost.memory_bytes), []).append(stage)
-    groups = [*kinds.values()][:MAX_MEMORY_COLUMNS]
+    groups = equal_stages(stages, lambda cost: (*cost.terms_s.values(), cost.memory_bytes))[:MAX_MEMORY_COLUMNS]
     firsts = [group[0] for group in groups]
     after = (*END_OF_STEP, *LAST_WAITS)
     pipeline_s = sum(value for name, value in best.terms_s.items() if name not in after)

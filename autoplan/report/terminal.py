@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autoplan.base.units import format_percent, format_seconds
-from autoplan.spec.estimate import StageCost
+from autoplan.spec.estimate import PlacedStage, StageCost
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.terms import LAST_WAITS, TERMS, UPDATE_TERMS
@@ -188,6 +188,16 @@ def print_terms(console: Console, best: RankedPlan | MixedCost, *, has_sum: bool
     if has_sum:
         rows.append((bold("all"), bold(format_seconds(best.step_s)), format_percent(1.0)))
     print_table(console, (("time of a step", False), ("", True), ("share", True)), rows)
+
+
+def equal_stages(
+    stages: Iterable[PlacedStage], values: Callable[[StageCost], Iterable[float]]
+) -> list[list[PlacedStage]]:
+    """Group stages on the same devices with equal `values`, such as share a column."""
+    groups: dict[tuple[float | str, ...], list[PlacedStage]] = {}
+    for stage in stages:
+        groups.setdefault((stage.place.kind, stage.place.part, *values(stage.cost)), []).append(stage)
+    return [*groups.values()]
 
 
 def summed_memory(stage: StageCost, names: tuple[str, ...]) -> float:
