@@ -245,23 +245,19 @@ def test_gradients_added_up_outside_the_products_move_bytes_in_every_micro_batch
     # A layer: q, k and v of 16 + 2 x 8 heads of 64, the output, the three matrices of the MLP, all halved; two norms.
     matrices = 1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096
     parameters = 8 * (matrices / 2 + 2 * 1024)
-    device = fused.cluster.device
-    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     added = terms_of(eager, plan)["memory_bound"] - terms_of(fused, plan)["memory_bound"]
-    assert added == pytest.approx(4 * 6.0 * parameters / rate)
+    assert added == pytest.approx(moved_s(4 * 6.0 * parameters))
 
 
 def test_norms_of_queries_and_keys_read_and_write_every_head_once_forward_and_twice_backward() -> None:
     plain = problem_of(framework=PLAIN)
     normed = dataclasses.replace(plain, model=dataclasses.replace(plain.model, qk_norm="head"))
-    device = plain.cluster.device
-    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     for tp in (1, 2):
         plan = single(tp=tp, sp=tp > 1)
         # 8 layers of 16 + 8 heads of 64, in 16 bits: 4 bytes an element forward, 8 backward.
         moved = 12.0 * plain.training.seq_len * 8 * (16 + 8) * 64 / tp
         added = terms_of(normed, plan)["memory_bound"] - terms_of(plain, plan)["memory_bound"]
-        assert added == pytest.approx(moved * plain.framework.kernels.kernel_bytes_factor / rate, rel=1e-3)
+        assert added == pytest.approx(moved_s(moved * plain.framework.kernels.kernel_bytes_factor), rel=1e-3)
 
 
 def test_weight_gradients_of_megatron_lm_add_up_in_their_products_from_2022_on_and_in_hooks_before() -> None:
@@ -271,11 +267,9 @@ def test_weight_gradients_of_megatron_lm_add_up_in_their_products_from_2022_on_a
         problem_of(framework=load_framework(name), cluster="a100-sxm:1x1")
         for name in ("megatron-lm-2021", "megatron-lm-2022")
     )
-    device = after.cluster.device
-    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     plan = single(global_batch=4)
     added = terms_of(before, plan)["memory_bound"] - terms_of(after, plan)["memory_bound"]
-    assert added == pytest.approx(moved / rate)
+    assert added == pytest.approx(moved_s(moved, "a100-sxm:1x1"))
 
 
 # Of a layer of the dense model: q, k and v, the output, the three matrices of the MLP; two norms.
@@ -296,9 +290,9 @@ def test_gathered_weights_and_gradients_to_reduce_are_copied_in_the_passes(
     assert again[0] == pytest.approx(again[1])
 
 
-def moved_s(num_bytes: float) -> float:
-    """Time to move so many bytes through the memory of the device that problems here have."""
-    device = problem_of().cluster.device
+def moved_s(num_bytes: float, cluster: str = "h100-sxm:64x8") -> float:
+    """Time to move so many bytes through the memory of a cluster's device."""
+    device = load_cluster(cluster).device
     return num_bytes / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
@@ -586,10 +580,8 @@ def test_a_wide_softmax_output_is_kept_written_cast_and_read_once_more() -> None
     narrow = dataclasses.replace(narrow, training=TrainingSpec(seq_len=2048, attention="megatron-fused"))
     wide = dataclasses.replace(narrow, framework=PLAIN.changed(bytes_per_fused_score=6.0))
     scores = 2048**2 * 16 * 8  # of all heads and layers
-    device = narrow.cluster.device
-    rate = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
     added = terms_of(wide, single())["attention"] - terms_of(narrow, single())["attention"]
-    assert added == pytest.approx(3 * 4 * scores / rate)
+    assert added == pytest.approx(moved_s(3 * 4 * scores))
     kept = [price(problem, single()).memory_terms_bytes["activations"][0] for problem in (narrow, wide)]
     assert kept[1] - kept[0] == pytest.approx(4 * scores)
 

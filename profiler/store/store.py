@@ -271,10 +271,9 @@ class Store:
         """Return the record or run whose key begins with `key`, and the mark that hides it."""
         kind, row = self._row_of_key(key)
         machine = self._machines()[row.fingerprint_id]
+        found = record_of(row, machine) if kind is OPERATIONS else run_of(row, machine)
         newest = next(iter(self.words(key)), None)
-        return record_of(row, machine) if kind is OPERATIONS else run_of(
-            row, machine
-        ), newest if newest and newest.hides else None
+        return found, newest if newest and newest.hides else None
 
     def words(self, key: str) -> list[Mark]:
         """Return the marks of the record or run whose key begins with `key`: the one that counts, then the others."""
