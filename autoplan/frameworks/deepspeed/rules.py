@@ -24,9 +24,6 @@ _FOLDING = "module_inject/auto_ep_folding.py"
 NONE, ZERO2, ZERO3 = (Sharding(word).code for word in ("none", "zero2", "zero3"))
 
 
-# -- pipelines --------------------------------------------------------------------------------------------------------
-
-
 # -- context parallelism ----------------------------------------------------------------------------------------------
 
 

@@ -58,9 +58,6 @@ def _own_split(workload: Workload, batch: PlanBatch) -> Bools:
     return np.array(matches, dtype=np.bool_)[batch.layout]
 
 
-# -- tensor and context parallelism -----------------------------------------------------------------------------------
-
-
 # -- experts, sharding ------------------------------------------------------------------------------------------------
 
 
