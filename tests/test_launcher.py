@@ -27,7 +27,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import TARGETS
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import LAUNCHERS, Launcher
-from autoplan.launch.start import dns_name, node_shape
+from autoplan.launch.start import Start, dns_name, node_shape
 from autoplan.launch.targets import exported, job_of
 from autoplan.spec.plan_file import PlanFile
 from autoplan.topology.cluster import MachineSpec, NodeGroup
@@ -58,7 +58,7 @@ TWO = plan_file_of(LLAMA_8B, tp=2, sp=True, dp_shard=8)
 
 
 def files_of(plan_file: PlanFile, launcher: Launcher, job: Job = JOB) -> tuple[File, ...]:
-    return launch_files(plan_file, job, launcher, None if launcher in SHELLS else IMAGE)
+    return launch_files(Start.of(plan_file, job, launcher, None if launcher in SHELLS else IMAGE))
 
 
 def documents(files: tuple[File, ...]) -> list[dict[str, Any]]:
@@ -517,10 +517,10 @@ def test_what_no_launcher_can_start_is_refused() -> None:
         files_of(replace(PLACED, cluster=unnamed, best=replace(PLACED.best, plan=plan)), "slurm")
     for image in ("", "a b", "a;b", "$(touch pwned)", "-x"):
         with pytest.raises(InputError, match="not an image name"):
-            launch_files(TWO, JOB, "jobset", image)
+            launch_files(Start.of(TWO, JOB, "jobset", image))
     for launcher in ("jobset", "pytorchjob"):
         with pytest.raises(InputError, match="pass --image"):
-            launch_files(TWO, JOB, launcher)
+            launch_files(Start.of(TWO, JOB, launcher))
     large = replace(JOB, files=(File(name="large.json", text="x" * 2**20),))
     with pytest.raises(InputError, match="a ConfigMap"):
         files_of(TWO, "trainjob", large)
@@ -548,9 +548,9 @@ def test_an_image_is_used_or_refused(launcher: Launcher) -> None:
         with pytest.raises(
             InputError, match="leave it out, or use --launcher trainjob, jobset, pytorchjob or skypilot"
         ):
-            launch_files(TWO, JOB, launcher, IMAGE)
+            launch_files(Start.of(TWO, JOB, launcher, IMAGE))
     else:
-        assert IMAGE in launch_files(TWO, JOB, launcher, IMAGE)[0].text
+        assert IMAGE in launch_files(Start.of(TWO, JOB, launcher, IMAGE))[0].text
 
 
 def test_the_help_of_export_lists_what_there_is(tmp_path: Path) -> None:

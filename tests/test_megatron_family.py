@@ -32,6 +32,7 @@ from autoplan.frameworks.primus import export as primus
 from autoplan.frameworks.primus import read as primus_in
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
+from autoplan.launch.start import Start
 from autoplan.launch.targets import exported
 from autoplan.readers.model import load_model
 from autoplan.spec.enums import RankOrder
@@ -262,7 +263,7 @@ def test_what_is_written_for_megatron_lm_is_read_back(file: PlanFile) -> None:
     for launcher in launchers:
         text = next(
             launch_file.text
-            for launch_file in launch_files(file, megatron_lm.job(file), launcher)
+            for launch_file in launch_files(Start.of(file, megatron_lm.job(file), launcher))
             if launch_file.name == "launch.sh"
         )
         assert_comes_back(lm_in.READER, "launch.sh", text, file)

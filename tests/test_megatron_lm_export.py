@@ -19,6 +19,7 @@ from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import words
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
+from autoplan.launch.start import Start
 from autoplan.launch.targets import job_of
 from autoplan.spec.blocks import Experts, LatentAttention
 from autoplan.spec.calibration import Calibration
@@ -195,12 +196,12 @@ EXPORTS: dict[str, tuple[PlanFile, Launcher]] = {
 
 def files_of(name: str) -> tuple[File, ...]:
     plan_file, launcher = EXPORTS[name]
-    return launch_files(plan_file, job_of(plan_file, "megatron-lm"), launcher)
+    return launch_files(Start.of(plan_file, job_of(plan_file, "megatron-lm"), launcher))
 
 
 def export_megatron_lm(plan_file: PlanFile, launcher: Launcher) -> str:
     """The script of the nodes."""
-    files = launch_files(plan_file, job_of(plan_file, "megatron-lm"), launcher)
+    files = launch_files(Start.of(plan_file, job_of(plan_file, "megatron-lm"), launcher))
     return next(file.text for file in files if file.name == "launch.sh")
 
 

@@ -13,6 +13,7 @@ from autoplan.api.plan_files import load_plan_file
 from autoplan.api.profile_job import ProfileJob, job_of, run_job
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.launch.launcher import launch_files
+from autoplan.launch.start import Start
 from commands import run
 from model_specs import TINY_TOML
 from slurms import StandIn
@@ -102,7 +103,7 @@ def test_a_manifest_for_kubernetes_holds_the_same_command(folder: Path) -> None:
     job = ProfileJob(
         plan_file=folder / "plan.json", template="kubernetes", options=("--visits", "2"), db="postgresql://ada@db.lab/t"
     )
-    (manifest,) = launch_files(plan_file, job_of(plan_file, job), "jobset", "ours:1", "autoplan-1")
+    (manifest,) = launch_files(Start.of(plan_file, job_of(plan_file, job), "jobset", "ours:1", "autoplan-1"))
     assert "autoplan profile --for" in manifest.text
     assert "--budget 10m --db postgresql://ada@db.lab/t --visits 2 --quiet" in manifest.text
 

@@ -21,7 +21,7 @@ from autoplan.jobs.scheduler import JOB, SchedulerJobs
 from autoplan.jobs.template import load_job_template
 from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
-from autoplan.launch.start import IN_CONTAINERS
+from autoplan.launch.start import IN_CONTAINERS, Start
 from autoplan.spec.plan_file import PlanFile
 
 MARGIN_S = 600.0  # of a job beyond the budget of its measurements: ranks have to start and to meet
@@ -56,7 +56,9 @@ def run_job(job: ProfileJob, show: Callable[[str], None] = lambda text: None) ->
         raise InputError("--db: pods cannot reach a local file: give the URL of a server, postgresql://user@host/name")
 
     def files(plan_file: PlanFile, name: str) -> tuple[File, ...]:
-        return launch_files(plan_file, job_of(plan_file, job), cast("Launcher", template.launcher), job.image, name)
+        return launch_files(
+            Start.of(plan_file, job_of(plan_file, job), cast("Launcher", template.launcher), job.image, name)
+        )
 
     time_limit_s = parse_duration(job.budget) + MARGIN_S
     jobs = SchedulerJobs(template, time_limit_s=time_limit_s, num_steps=0, image=job.image, files=files)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from autoplan.frameworks.common.job import File, Job
+from autoplan.frameworks.common.job import File
 from autoplan.launch.kubernetes import jobset_files, pytorchjob_files, trainjob_files
 from autoplan.launch.names import Launcher
 from autoplan.launch.node_script import node_files
 from autoplan.launch.schedulers import mpirun_files, slurm_files
 from autoplan.launch.skypilot import skypilot_files
-from autoplan.launch.start import NodeRange, Start
-from autoplan.spec.plan_file import PlanFile
+from autoplan.launch.start import Start
 
 
 def _torchrun_files(start: Start) -> tuple[File, ...]:
@@ -34,17 +33,6 @@ _FILES: dict[Launcher, Callable[[Start], tuple[File, ...]]] = {
 }
 
 
-def launch_files(
-    plan_file: PlanFile,
-    job: Job,
-    launcher: Launcher,
-    image: str | None = None,
-    name: str | None = None,
-    unlike_nodes: tuple[NodeRange, ...] = (),
-) -> tuple[File, ...]:
-    """Return the files that start `job`: the file to start, files started by it, and files that the job reads.
-
-    Manifests for Kubernetes contain all of them.
-    `image` is the container image; `name` is the job's name, by default that of its model.
-    """
-    return _FILES[launcher](Start.of(plan_file, job, launcher, image, name, unlike_nodes))
+def launch_files(start: Start) -> tuple[File, ...]:
+    """Return the file to start, files started by it, and files that the job reads; manifests contain all of them."""
+    return _FILES[start.launcher](start)

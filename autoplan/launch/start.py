@@ -33,18 +33,12 @@ class NodeRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """A job on `num_nodes` nodes, with `hosts` by rank if listed; `node_ranges` are the parts of its cluster.
-
-    `num_devices` are those of a node, or of the largest where they differ.
-    """
+    """A job on the parts of a cluster, in the order of ranks; equal nodes are one part."""
 
     name: str  # name in the scheduler
     plan_file: PlanFile
     job: Job
     launcher: Launcher
-    num_nodes: int
-    num_devices: int
-    hosts: tuple[str, ...]
     image: str | None  # container image
     node_ranges: tuple[NodeRange, ...]
 
@@ -59,24 +53,19 @@ class Start:
         unlike_nodes: tuple[NodeRange, ...] = (),
     ) -> Start:
         """Return the start of a plan, on equal nodes unless `unlike_nodes` are given; InputError for a bad `image`."""
-        if unlike_nodes:
-            num_nodes, num_devices = (
-                sum(nodes.num_nodes for nodes in unlike_nodes),
-                max(nodes.num_devices for nodes in unlike_nodes),
-            )
-        else:
-            num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.num_devices)
-        if launcher not in SIZED_PER_NODE and any(nodes.num_devices < num_devices for nodes in unlike_nodes):
+        start = cls(
+            name=name or plan_file.model.name,
+            plan_file=plan_file,
+            job=job,
+            launcher=launcher,
+            image=image,
+            node_ranges=unlike_nodes or (_equal_nodes(plan_file),),
+        )
+        if launcher not in SIZED_PER_NODE and not start.has_equal_nodes:
             raise InputError(
                 f"{launcher} starts as many ranks on every node, the plan's nodes have unlike numbers of devices: use "
                 f"--launcher {' or '.join(SIZED_PER_NODE)}"
             )
-        if not unlike_nodes:
-            hosts = host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes]
-        elif all(nodes.hosts for nodes in unlike_nodes):
-            hosts = tuple(host for nodes in unlike_nodes for host in nodes.hosts)
-        else:
-            hosts = ()
         if image is not None and launcher not in IN_CONTAINERS:
             raise InputError(
                 f"{launcher} starts no container, so --image has no effect: leave it out, or use "
@@ -84,27 +73,26 @@ class Start:
             )
         if image is not None and not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", image, re.ASCII):
             raise InputError(f"{image!r} is not an image name: give one such as nvcr.io/nvidia/pytorch:25.06-py3")
-        return cls(
-            name=name or plan_file.model.name,
-            plan_file=plan_file,
-            job=job,
-            launcher=launcher,
-            num_nodes=num_nodes,
-            num_devices=num_devices,
-            hosts=tuple(_host(host) for host in hosts),
-            image=image,
-            node_ranges=unlike_nodes
-            or (
-                NodeRange(
-                    part=plan_file.cluster.name,
-                    first=0,
-                    num_nodes=num_nodes,
-                    num_devices=num_devices,
-                    memory_bytes=plan_file.best.memory_bytes,
-                    plan_file=plan_file,
-                ),
-            ),
-        )
+        for host in start.hosts:
+            _check_host(host)
+        return start
+
+    @property
+    def num_nodes(self) -> int:
+        """Return the number of all nodes."""
+        return sum(nodes.num_nodes for nodes in self.node_ranges)
+
+    @property
+    def num_devices(self) -> int:
+        """Return the devices of a node, or of the largest where they differ."""
+        return max(nodes.num_devices for nodes in self.node_ranges)
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return the names of the nodes by rank, if all are listed."""
+        if not all(nodes.hosts for nodes in self.node_ranges):
+            return ()
+        return tuple(host for nodes in self.node_ranges for host in nodes.hosts)
 
     @property
     def has_equal_nodes(self) -> bool:
@@ -119,6 +107,20 @@ class Start:
             note = "sums in the switches, as priced; needs NCCL's plugin for SHARP"
             settings += (EnvironmentVariable(name="NCCL_COLLNET_ENABLE", value="1", note=note),)
         return settings
+
+
+def _equal_nodes(plan_file: PlanFile) -> NodeRange:
+    """Return the nodes that a plan needs of a cluster of equal ones."""
+    num_nodes, num_devices = node_shape(plan_file.cluster, plan_file.num_devices)
+    return NodeRange(
+        part=plan_file.cluster.name,
+        first=0,
+        num_nodes=num_nodes,
+        num_devices=num_devices,
+        memory_bytes=plan_file.best.memory_bytes,
+        plan_file=plan_file,
+        hosts=host_order(plan_file.cluster, plan_file.best.plan)[:num_nodes],
+    )
 
 
 def node_shape(cluster: ClusterSpec, num_devices: int) -> tuple[int, int]:
@@ -166,8 +168,7 @@ def script(name: str, lines: list[str]) -> File:
     return File(name=name, text="\n".join(lines) + "\n", executable=True)
 
 
-def _host(name: str) -> str:
-    """Return the name of a node; InputError if a shell or Slurm would not read it as a plain name."""
+def _check_host(name: str) -> None:
+    """Raise InputError if a shell or Slurm would not read the name of a node as a plain name."""
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
         raise InputError(f"node {name!r} is not a host name: correct [[nodes]] in the cluster file")
-    return name

@@ -9,7 +9,7 @@ from autoplan.base.errors import InputError, NoPlanError
 from autoplan.frameworks.common.job import File, Job, Target
 from autoplan.frameworks.registry import TARGETS, find_target, target_of
 from autoplan.launch.names import LAUNCHERS
-from autoplan.launch.start import NodeRange
+from autoplan.launch.start import NodeRange, Start
 from autoplan.spec.framework import Framework
 from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan_file import PlanFile
@@ -97,7 +97,7 @@ def exported(
                 replace(variable, default=steps) if variable.counts_steps else variable for variable in job.variables
             ),
         )
-    return launch_files(plan_file, job, launcher_name, image, name, unlike_nodes)
+    return launch_files(Start.of(plan_file, job, launcher_name, image, name, unlike_nodes))
 
 
 def _job_of_all(unlike_nodes: Sequence[NodeRange], to: str) -> Job:
