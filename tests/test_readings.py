@@ -60,7 +60,7 @@ def test_a_run_on_amd_devices_is_watched(monkeypatch: pytest.MonkeyPatch) -> Non
     library = OneAmd({"active_hbm_thrm": True})
     for module in (readings, hardware):
         monkeypatch.setattr(module, "amdsmi", lambda: library)
-    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(watch, "SAMPLE_S", 0.01)
     with watch.Watch() as seen:
         time.sleep(0.2)
     samples = seen.samples
