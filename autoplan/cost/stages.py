@@ -71,7 +71,7 @@ class Stages:
     batch: PlanBatch
     costs: MicroBatchCosts
     blocks: StageBlocks
-    splits_backward_here: Bools  # whether the rank's backward passes are split, including the first chunk's
+    split_backward: Bools  # whether the rank's backward passes are split, including the first chunk's
     head: Pass  # heads, losses and prediction layers: shape (plans)
     sharded_ends: Ends  # exposed traffic of sharded embedding and head: shape (plans)
     ends: Ends  # passes before the first layer and after the last one, minus hidden launches
@@ -92,12 +92,12 @@ class Stages:
         head = self.ends.head.plus(self.hidden_launches)
         forward = self.forward_s - self.blocks.at_last(head.forward_s)
         backward = self.backward_s - self.blocks.at_last(head.backward_s)
-        if self.splits_backward_here.any():
+        if self.split_backward.any():
             weight = add_up(
                 count * add_up(self.costs.blocks[block].weight_s.values())[:, None]
                 for block, count in self.blocks.count.items()
             )
-            backward = np.where(self.splits_backward_here, weight, backward)
+            backward = np.where(self.split_backward, weight, backward)
         return Pass(forward, backward)
 
 
@@ -190,7 +190,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
         batch=batch,
         costs=costs,
         blocks=blocks,
-        splits_backward_here=_splits_backward(problem, batch, blocks),
+        split_backward=_split_backward(problem, batch, blocks),
         parameters=parameters,
         head=head,
         sharded_ends=sharded_ends,
@@ -203,10 +203,10 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
     )
 
 
-def _splits_backward(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Bools:
-    splits_backward_here = batch.splits_backward[:, None] & np.ones(blocks.num_stages, dtype=np.bool_)
-    splits_backward_here[:, 0] &= problem.framework.kernels.splits_first_chunk
-    return splits_backward_here
+def _split_backward(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Bools:
+    split_backward = batch.splits_backward[:, None] & np.ones(blocks.num_stages, dtype=np.bool_)
+    split_backward[:, 0] &= problem.framework.kernels.splits_first_chunk
+    return split_backward
 
 
 def chunk_times(problem: Problem, laid: Stages, rows: Ints, layout: tuple[int, ...], num_repeated: int) -> SplitPass:
@@ -246,10 +246,10 @@ def microbatch_terms(laid: Stages, stage: Ints) -> dict[str, Floats]:
     terms = {
         name: add_up(cost.term_s(name, count, repeated) for cost, count, repeated in blocks) for name in BLOCK_TERMS
     }
-    if (splits_backward_here := laid.splits_backward_here[rows, stage]).any():
+    if (split_backward := laid.split_backward[rows, stage]).any():
         for cost, count, repeated in blocks:
             for name, split in cost.split_s.items():
-                terms[name] += splits_backward_here * (count * split + repeated * cost.split_repeat_s[name])
+                terms[name] += split_backward * (count * split + repeated * cost.split_repeat_s[name])
     for name, ends in (("tp_communication", laid.costs.ends_tp), ("fsdp_communication", laid.sharded_ends)):
         terms[name] += np.where(is_first, ends.embedding.total_s, 0.0) + np.where(is_last, ends.head.total_s, 0.0)
     terms["launch"] += 2 * laid.batch.vp * laid.costs.action_s - np.where(is_last, laid.hidden_launches.total_s, 0.0)

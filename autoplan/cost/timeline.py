@@ -183,7 +183,7 @@ def pass_terms(problem: Problem, laid: Stages, at: int) -> dict[tuple[str, int],
     chunks = layout.shape[1]
     of_ranks = chunks_of_ranks(plan.schedule, plan.pp, plan.vp)
     splits = np.zeros(chunks)
-    splits[of_ranks[laid.splits_backward_here[at]].ravel()] = 1.0
+    splits[of_ranks[laid.split_backward[at]].ravel()] = 1.0
     forward, backward, weight, split = ({name: np.zeros(chunks) for name in WORK_TERMS} for _ in range(4))
     for block, (count, again) in chunk_blocks(problem.model, layout, batch.recompute_num_layers[[at]]).items():
         cost = laid.costs.blocks[block]
