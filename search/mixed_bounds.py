@@ -205,7 +205,7 @@ class MixedSpace:
             for stage in {(stage.part, stage.tp): place for place, stage in enumerate(kind.stages)}.values()
         ]
         owner, parts, parallel = zip(*stages, strict=True)
-        batch, space = self.problem.batch(parallel), self.spaces[0]
+        batch, space = PlanBatch.of(parallel, self.problem.model.num_layers), self.spaces[0]
         lawful = np.ones(len(plans), dtype=np.bool_)
         for num_devices in np.unique(batch.num_devices).tolist():
             rows = np.flatnonzero(batch.num_devices == num_devices)

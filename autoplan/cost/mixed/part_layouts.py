@@ -62,7 +62,7 @@ def _lay_out(
     own = problem.as_if(part, used)
     plans = [as_parallel(problem, members[at].plan, members[at].kind, tp) for at, tp in rows]
     on_part = np.array([[(stage.part, stage.tp) == (part, tp) for stage in members[at].kind.stages] for at, tp in rows])
-    laid = lay_out(own, problem.batch(plans), on_part.shape[1])
+    laid = lay_out(own, own.batch(plans), on_part.shape[1])
     shares = [(members[at].kind.state_share, members[at].plan.num_replicas) for at, _ in rows]
     factor = np.array([1.0 if share is None else share * replicas for share, replicas in shares])
     shared = _shared_bytes(own, laid.batch, laid.memory)
