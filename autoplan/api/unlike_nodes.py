@@ -102,7 +102,7 @@ def _ranked(problem: MixedProblem, cost: MixedCost, started: StartedPlan) -> Ran
     """Return the figures of a plan: memory on the stage that is nearest to its capacity, MFU of all devices' peaks."""
     fullest = max((stage for kind in cost.kinds for stage in kind.stages), key=lambda stage: stage.oom_z)
     as_if = problem.as_if(fullest.part, cost.plan.parts)
-    (plain,) = ranked(as_if, estimate(as_if, problem.batch([started.plan])), [0])
+    (plain,) = ranked(as_if, estimate(as_if, as_if.batch([started.plan])), [0])
     tokens_per_s = cost.sequences_per_s * problem.training.seq_len
     precision, parts = problem.training.precision, problem.cluster.parts
     nodes = [parts[at] for at in started.node_parts]
