@@ -116,6 +116,15 @@ def test_parameters_of_published_models_are_counted_to_the_last_one(model: Model
     assert count_parameters(model) == parameters
 
 
+@pytest.mark.parametrize(("model", "active"), [(MIXTRAL, 12_879_925_248), (DEEPSEEK3, 37_552_282_624)])
+def test_active_parameters_count_the_experts_that_one_token_visits(model: ModelSpec, active: int) -> None:
+    assert count_parameters(model, active=True) == active
+
+
+def test_a_dense_model_is_active_as_a_whole() -> None:
+    assert count_parameters(LLAMA3_8B, active=True) == count_parameters(LLAMA3_8B)
+
+
 def test_latent_attention_of_deepseek_v3_has_187_million_parameters_and_the_norm_before_it() -> None:
     assert block_shapes(DEEPSEEK3)[Block.ATTENTION].num_parameters == 187_107_328 + 7168
 
@@ -136,6 +145,12 @@ def test_latent_attention_of_deepseek_v3_has_187_million_parameters_and_the_norm
 )
 def test_shipped_models_have_about_the_parameters_of_their_name(name: str, billions: float) -> None:
     assert count_parameters(load_model(name)) / 1e9 == pytest.approx(billions, rel=0.015)
+
+
+def test_a_multi_token_prediction_layer_is_a_layer_a_projection_and_three_norms() -> None:
+    model = dataclasses.replace(DEEPSEEK3, num_mtp_layers=1)
+    layer = sum(block_shapes(model)[block].num_parameters for block in model.layers[-1])
+    assert count_parameters(model, with_mtp=True) - count_parameters(model) == layer + 2 * 7168**2 + 3 * 7168
 
 
 def test_tying_embeddings_saves_one_table() -> None:
@@ -234,17 +249,13 @@ def test_expert_shards_add_up_to_the_model(ep: int, etp: int) -> None:
     assert sum(held(EXPERTS, dp_shard=8, ep=ep, etp=etp)) == dense + experts / (ep * etp)
 
 
-def prediction_parameters(model: ModelSpec) -> int:
-    """A multi-token prediction layer: blocks, a projection, three norms, and the embedding of its tokens again."""
-    shapes, hidden = block_shapes(model), model.hidden_size
-    return sum(shapes[block].num_parameters for block in model.mtp_layer) + hidden * (2 * hidden + 3 + model.vocab_size)
-
-
 def test_the_prediction_layers_sit_on_the_last_stage() -> None:
     model = dataclasses.replace(TINY, num_mtp_layers=1)
     with_mtp, without = held(model, pp=2), held(TINY, pp=2)
     assert with_mtp[0] == without[0]
-    assert with_mtp[1] - without[1] == pytest.approx(prediction_parameters(model))
+    extra = count_parameters(model, with_mtp=True) - count_parameters(model)
+    table = model.vocab_size * model.hidden_size  # predictions embed their tokens again, beside the head
+    assert with_mtp[1] - without[1] == pytest.approx(extra + table)
 
 
 def test_the_prediction_layer_of_a_hybrid_has_attention_and_experts() -> None:
@@ -254,8 +265,9 @@ def test_the_prediction_layer_of_a_hybrid_has_attention_and_experts() -> None:
         num_mtp_layers=1,
         mamba=Mamba(num_heads=8, head_dim=16, state_size=32, num_groups=2),
     )
+    extra = count_parameters(model, with_mtp=True) - count_parameters(model)
     without = held(dataclasses.replace(model, num_mtp_layers=0), pp=2)
-    assert held(model, pp=2)[1] - without[1] == pytest.approx(prediction_parameters(model))
+    assert held(model, pp=2)[1] - without[1] == pytest.approx(extra + model.vocab_size * model.hidden_size)
 
 
 # -- operations -------------------------------------------------------------------------------------------------------

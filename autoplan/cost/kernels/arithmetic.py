@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoplan.base.arrays import Floats
-from autoplan.cost.kernels.block_shapes import block_shapes, layer_shapes, norm_vectors, relative_table
+from autoplan.cost.kernels.block_shapes import block_shapes, layer_shapes, norm_parameters, norm_vectors, relative_table
 from autoplan.cost.kernels.linears import Linear
 from autoplan.spec.blocks import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block
 from autoplan.spec.finetuning import EMBEDDING, ENCODER, HEAD, FineTuning
@@ -82,13 +82,30 @@ def count_trained_parameters(model: ModelSpec, finetuning: FineTuning) -> int:
     return total + sum(adapters[block] for block in blocks)
 
 
-def count_parameters(model: ModelSpec) -> int:
-    """Number of parameters of the model as published: vocabulary not padded, without multi-token prediction."""
+def count_parameters(model: ModelSpec, *, active: bool = False, with_mtp: bool = False) -> int:
+    """Number of parameters of the model as published (vocabulary not padded).
+
+    `active` counts only the experts that one token visits; both embeddings are counted.  `with_mtp` adds the
+    multi-token prediction layers: one layer like the last, a projection of 2h x h and three norms each.
+    """
     shapes = block_shapes(model)
+
+    def block_parameters(block: Block) -> int:
+        total = shapes[block].num_parameters
+        if active and block is Block.MOE and model.moe:
+            expert = sum(linear.num_parameters for linear in shapes[block].linears if linear.is_expert)
+            total -= expert - expert * model.moe.experts_per_token // model.moe.num_experts
+        return total
+
     layers = model.layers[:1] if model.shared_layers else model.layers
-    total = sum(shapes[block].num_parameters for layer in layers for block in layer)
+    total = sum(block_parameters(block) for layer in layers for block in layer)
     total += embedding_parameters(model) + before_head_parameters(model) + encoder_parameters(model)
-    return total + (0 if model.tied_embeddings else model.vocab_size * model.hidden_size)
+    total += 0 if model.tied_embeddings else model.vocab_size * model.hidden_size
+    if with_mtp:
+        mtp_layer = sum(block_parameters(block) for block in model.mtp_layer)
+        extra = 2 * model.hidden_size**2 + 3 * norm_parameters(model)
+        total += model.num_held_mtp_layers * (mtp_layer + extra)
+    return total
 
 
 def encoder_positions(model: ModelSpec, block: Block, seq_len: Floats | float) -> Floats | float:
