@@ -780,6 +780,26 @@ def test_a_row_may_name_types_of_states_and_kernels_of_the_loss(tmp_path: Path) 
     assert not [text for text in stated.filled if "left out" in text]
 
 
+@pytest.mark.parametrize(
+    ("container", "precision", "options", "is_narrow"),
+    [
+        ("25.11", "nvfp4", "", False),
+        ("26.04", "nvfp4", "", False),
+        ("26.04", "nvfp4", "fp8_params=1", True),
+        ("26.04", "mxfp8", "", True),
+        ("26.04.01", "nvfp4", "", True),
+        ("26.06", "nvfp4", "", True),
+    ],
+)
+def test_weights_have_4_bits_since_a_container(
+    tmp_path: Path, container: str, precision: str, options: str, is_narrow: bool
+) -> None:
+    row = LLAMA | {"framework": f"Megatron-Bridge/Megatron-Core {container}", "year": "2026", "gpu": "gb200"}
+    (run,) = runs_of(tmp_path, row | {"precision": precision, "options": options, "gpus_per_node": "4"})
+    assert run.plan is not None
+    assert run.plan.narrow_params is is_narrow
+
+
 def test_a_row_may_say_that_its_loss_takes_the_logits_in_pieces(tmp_path: Path) -> None:
     row = LLAMA | {"framework": "torchtune", "sharding": "none", "num_gpus": "1"}
     runs = runs_of(tmp_path, row, row | {"id": "2", "options": "chunked_loss=1"})

@@ -51,6 +51,7 @@ class Recipe:
     relieves_last_stage: bool = False  # the last of at least 4 stages has fewer layers, the middle ones one more
     keeps_gpt_dropout: bool = False  # models of the shape of GPT are trained with dropout
     narrows_attention: tuple[Precision, ...] = ()  # precisions in which MoE models run attention in 8 bits
+    wide_params: tuple[Precision, ...] = ()  # precisions in which weights keep 16 bits
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped if possible
     overlap_graphs: CudaGraphs = CudaGraphs.NONE  # CUDA graphs of runs with overlapped experts
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # for dropless routing

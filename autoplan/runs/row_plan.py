@@ -144,10 +144,11 @@ def _offload_layers(row: Row, model: ModelSpec) -> OffloadLayers:
 def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[str, Value]:
     """Return the row's choices, with the framework's defaults for the others."""
     narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
+    narrow_params = problem.framework.choice("narrow_params") and problem.training.precision not in recipe.wide_params
     keeps_dropout = recipe.keeps_gpt_dropout and problem.model.position_embedding == "learned"
     chosen: dict[str, Value] = {
         "dropout": row.option("dropout", bool(problem.framework.choice("dropout")) or keeps_dropout),
-        "narrow_params": row.option("fp8_params", bool(problem.framework.choice("narrow_params"))),
+        "narrow_params": row.option("fp8_params", bool(narrow_params)),
         "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
         "fp8_activation_input": row.option("fp8_activation_input", False),
     }
