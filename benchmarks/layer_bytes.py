@@ -58,7 +58,7 @@ ADAPTERS = FineTuning(rank=8, targets=(ALL_LINEAR,))
 
 def kept_bytes(spec: ModelSpec, attention: str, finetuning: FineTuning | None = None) -> float:
     """Bytes that all layers are said to keep of two sequences, by the kind of attention."""
-    source = {"encoder_len": SOURCE_LEN} if spec.encoder and not spec.encoder.patches else {}
+    source: dict[str, Any] = {"encoder_len": SOURCE_LEN} if spec.encoder and not spec.encoder.patches else {}
     problem = make_problem(
         *(spec,), cluster="cpu:1x1", seq_len=SEQ_LEN, framework="transformers", attention=attention,
         finetune=finetuning, **source,
@@ -127,9 +127,8 @@ def _adapted(model: Any, finetuning: FineTuning) -> Any:
     import peft
 
     targets = ALL_LINEAR if finetuning.targets == (ALL_LINEAR,) else list(finetuning.targets)
-    config = peft.LoraConfig(
-        r=finetuning.rank, target_modules=targets, lora_dropout=finetuning.dropout, use_dora=finetuning.dora
-    )
+    options: dict[str, Any] = {"r": finetuning.rank, "lora_dropout": finetuning.dropout, "use_dora": finetuning.dora}
+    config = peft.LoraConfig(target_modules=targets, **options)
     with warnings.catch_warnings(action="ignore"):  # PEFT asks transformers by names that it will drop
         return peft.get_peft_model(model, config, autocast_adapter_dtype=False)
 

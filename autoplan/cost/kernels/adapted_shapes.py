@@ -53,7 +53,7 @@ def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) 
     pieces: tuple[str, ...] = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}.get(linear.name, ("",))
     if linear.name.endswith("fc1") and model.gated_mlp:
         pieces = ("gate", "up")
-    targeted = []
+    targeted: list[str] = []
     for name in targets:
         if name == ALL_LINEAR:
             targeted += pieces
