@@ -529,6 +529,19 @@ def test_a_program_of_ones_own_says_model_and_length_too() -> None:
     assert (launch.model.name, launch.training.seq_len, launch.framework) == ("llama3-8b", 2048, "pytorch-fsdp")
 
 
+def test_a_program_that_is_not_known_is_listed() -> None:
+    given = ("PER_DEVICE_TRAIN_BATCH_SIZE", "1"), ("GRADIENT_ACCUMULATION_STEPS", "1"), ("BF16", "true")
+    context = LaunchContext(model=load_model("llama3-8b"), seq_len=4096, variables=given)
+    launch = read("accelerate launch --multi_gpu --num_processes 8 \\\n", context)
+    assert "accelerate launch" in matters(launch)
+
+
+def test_a_module_behind_the_launcher_is_the_program() -> None:
+    script = "accelerate launch --multi_gpu --num_processes 8 --module trainers.dpo_diffusion --epochs 2\n"
+    with pytest.raises(InputError, match=r"trainers.dpo_diffusion: only training on the next token"):
+        read(script, LaunchContext(model=load_model("llama3-8b"), seq_len=4096))
+
+
 def test_a_configuration_of_axolotl_behind_the_launcher_is_named() -> None:
     script = "accelerate launch --multi_gpu --num_processes 8 -m axolotl.cli.train full.yaml\n"
     with pytest.raises(InputError, match=r"starts axolotl.cli.train with 'full.yaml', which has the plan: read that"):

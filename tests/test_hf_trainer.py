@@ -477,3 +477,22 @@ def test_blocks_of_a_program_of_trl_are_padded_samples() -> None:
     script = SCRIPT.replace("--max_length 4096 --packing true", "--block_size 4096")
     assert read(script.replace("train.py", "sft.py").format(""), LaunchContext()).training.batching == "padded"
     assert read(script.replace("train.py", "run_clm.py").format(""), LaunchContext()).training.batching == "joined"
+
+
+def test_a_program_that_trains_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="do_train is off"):
+        of("--do_train false --do_eval")
+    assert of("--do_train").plan == of().plan
+
+
+def test_the_record_of_a_run_is_no_script() -> None:
+    record = "args:\n  - --per_device_train_batch_size\n  - 2\nper_device_train_batch_size:\n  value: 2\nbf16: true\n"
+    with pytest.raises(InputError, match="per_device_train_batch_size must be a whole number"):
+        read(f"model_name_or_path: llama3-8b\n{record}", LaunchContext(seq_len=1024, num_devices=8))
+
+
+def test_adapters_that_nothing_turns_on_are_listed() -> None:
+    table = {"model_name_or_path": "Qwen/Qwen2.5-7B", "per_device_train_batch_size": 1, "lora_r": 16, "bf16": True}
+    context = LaunchContext(num_devices=8)
+    assert "lora_r" in matters(read(json.dumps(table), context))
+    assert "lora_r" not in matters(read(json.dumps(table | {"use_peft": False}), context))

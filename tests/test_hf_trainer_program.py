@@ -272,6 +272,38 @@ def test_arguments_are_found_by_what_makes_them(opening: str) -> None:
     assert of(f"{handed_on}\nmake(mine)\n".replace("args=settings, ", "")).plan.micro_batch == 4
 
 
+def test_a_launcher_says_how_many_processes_there_are(tmp_path: Path) -> None:
+    steps = 'int(os.environ.get("STEPS", "8"))'
+    program = plain().replace(steps, '64 // int(os.environ.get("WORLD_SIZE", 1))')
+    (tmp_path / "train.py").write_text(program)
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node 4 train.py\n")
+    assert autoplan.read(tmp_path / "run.sh", seq_len=1024).launch.plan.num_microbatches == 16
+    assert of(program).plan.num_microbatches == 8
+
+
+def test_arguments_of_another_package_are_listed() -> None:
+    other = plain().replace("import AutoModelForCausalLM, Trainer, TrainingArguments", "import AutoModelForCausalLM")
+    assert "TrainingArguments" in matters(of(f"from engine.train import Trainer, TrainingArguments\n{other}"))
+    assert "TrainingArguments" not in matters(of(plain()))
+
+
+def test_the_loss_in_the_name_of_a_program_holds_where_it_is_followed_too(tmp_path: Path) -> None:
+    (tmp_path / "train_rm.py").write_text(PARSED.replace("SFTTrainer", "Trainer"))
+    (tmp_path / "run.sh").write_text(COMMAND.replace("train.py", "train_rm.py"))
+    with pytest.raises(InputError, match=r"train_rm.py: only training on the next token"):
+        autoplan.read(tmp_path / "run.sh")
+
+
+def test_the_loss_of_a_program_behind_accelerate_holds_without_a_batch_in_its_command(tmp_path: Path) -> None:
+    text = PARSED.replace("SFTTrainer(", "DPOTrainer(").replace("import SFTTrainer", "import DPOTrainer")
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "run.sh").write_text("accelerate launch --multi_gpu --num_processes 2 train.py --bf16 --beta 0.1\n")
+    given = {"PER_DEVICE_TRAIN_BATCH_SIZE": "1", "GRADIENT_ACCUMULATION_STEPS": "1"}
+    preference = autoplan.read(tmp_path / "run.sh", variables=given).launch.training.preference
+    assert preference is not None
+    assert preference.loss == "dpo"
+
+
 def test_parameters_of_a_function_that_fire_runs_are_arguments() -> None:
     inner = plain().replace("args.batch_size", "size").replace("args.model_name", '"meta-llama/Llama-3.2-1B"')
     text = (

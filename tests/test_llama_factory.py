@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,12 @@ def test_what_its_yaml_cannot_express_is_refused(training: dict[str, Any], says:
 def test_a_number_of_thousands_of_digits_is_no_switch() -> None:
     """Found by benchmarks/fuzz.py: Python does not print such a number."""
     assert of(more=f"disable_gradient_checkpointing: 0x{'f' * 5000}\n").plan.recompute == "full"
+
+
+def test_a_configuration_in_json_is_recognised() -> None:
+    table = {"model_name_or_path": "Qwen/Qwen2.5-7B", "finetuning_type": "lora", "cutoff_len": 512, "bf16": True}
+    text = json.dumps(table | {"per_device_train_batch_size": 1, "stage": "sft"})
+    assert recognises("train.json", text)
+    launch = read(text, LaunchContext(num_devices=8))
+    assert launch.training.has_adapters
+    assert launch.training.seq_len == 512

@@ -389,6 +389,13 @@ def large():
     assert launch.plan.tp == 4
 
 
+def test_the_length_of_the_model_is_that_of_the_data() -> None:
+    context = LaunchContext(num_devices=8)
+    text = "run_recipe.py --recipe llama3_8b_pretrain_config model.seq_length=16384"
+    assert megatron_bridge.READER.read(text, context).training.seq_len == 16384
+    assert megatron_bridge.READER.read(f"{text} dataset.seq_length=2048", context).training.seq_len == 2048
+
+
 def test_settings_of_a_table_that_is_not_known_are_listed() -> None:
     text = RECIPE.replace("to_megatron_provider()", "to_megatron_provider()\n    cfg.ddp = Ddp(**of_a_file())")
     assert "ddp.**" in matters(megatron_bridge.READER.read(text, LaunchContext(num_devices=8)))

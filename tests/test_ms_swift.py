@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -190,6 +191,18 @@ ARGUMENTS = """
     fp4_param_gather fp16 bf16 accumulate_allreduce_grads_in_fp32 moe_token_dispatcher_type moe_enable_deepep
     moe_grouped_gemm moe_permute_fusion moe_expert_capacity_factor moe_pad_expert_input_to_capacity mtp_num_layers
 """
+
+
+def test_the_file_that_fsdp_names_is_read(tmp_path: Path) -> None:
+    launch = read(TRAINER.format("--fsdp fsdp2"), LaunchContext())
+    assert (launch.plan.sharding, launch.plan.recompute, launch.plan.offload) == ("zero3", "full", "none")
+    table = {"fsdp": "full_shard auto_wrap offload", "fsdp_config": {"reshard_after_forward": True}}
+    (tmp_path / "mine.json").write_text(json.dumps(table))
+    script = TRAINER.format("--fsdp conf/../mine.json --gradient_checkpointing false")
+    with pytest.raises(InputError, match=r"the plan is in 'conf/../mine.json', which is not at hand"):
+        read(script, LaunchContext(folder=tmp_path))
+    launch = read(script.replace("conf/../", "./"), LaunchContext(folder=tmp_path))
+    assert (launch.plan.sharding, launch.plan.recompute, launch.plan.offload) == ("zero3", "none", "parameters")
 
 
 def plan_file(model: str, plan: dict[str, Any], **about: Any) -> PlanFile:

@@ -426,6 +426,12 @@ def test_settings_of_a_table_that_is_not_known_are_listed() -> None:
     assert ("**", "of_fields") in [(item.option, item.value) for item in unread]
 
 
+def test_settings_of_a_module_that_a_file_names_are_listed() -> None:
+    text = '[job]\ncustom_config_module = "mine"\n[model]\nflavor = "8B"\n[training]\nlocal_batch_size = 1\n'
+    listed = {item.option for item in read(text, LaunchContext(num_devices=8)).unread}
+    assert "job.custom_config_module" in listed
+
+
 def test_a_file_whose_functions_call_one_another_again_and_again_is_refused() -> None:
     calls = "\n".join(f"def f{at}():\n    x = f{at + 1}()\n    return f{at + 1}()" for at in range(40))
     with pytest.raises(InputError, match="more than 100,000 steps"):

@@ -244,7 +244,7 @@ class _Started:
     @property
     def is_of_trainer(self) -> bool:
         """Whether the program takes the arguments of the Trainer, so that all its arguments are read as such."""
-        return self.arguments.has(_BATCH[0].lower())
+        return self.arguments.has(_BATCH[0].lower()) or self.program.preference is not None
 
     @property
     def framework(self) -> str:
@@ -299,6 +299,9 @@ def _of_script(text: str, context: LaunchContext) -> _Started:
         raise InputError("no command is accelerate launch")
     at = next((at for at in range(len(words)) if is_program(words, at)), len(words))
     arguments, name = _of_program(words[at:], context)
+    if not name:
+        why = "of no program that is known here: its arguments are not read"
+        arguments.remarks.append(Unread(option="accelerate launch", value="", why=why))
     if name.startswith("axolotl."):
         tables = [show(word) for word in words[at + 1 :] if word.endswith((".yml", ".yaml"))]
         raise InputError(f"starts {name} with {', '.join(tables)}, which has the plan: read that file")

@@ -17,6 +17,8 @@ from autoplan.frameworks.common.program_arguments import ProgramArguments, argum
 _MAGIC = re.compile(r"^([ \t]*)[!%].*$", re.MULTILINE)
 _HOLDS = re.compile(r"(.*\.)?(cuda\.is_available|is_bf16_supported|is_bfloat16_supported|is_torch_bf16_gpu_available)")
 _ENVIRONMENT = ("os.getenv", "os.environ.get", "environ.get", "getenv")
+# Variables that a launcher sets, whatever default a program has for them.
+_OF_LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
 _CONVERTS = ("int", "float", "str")
 MAX_ROUNDS = 5  # in which names are found whose values decide which other assignments run
 
@@ -169,7 +171,7 @@ class _Known(ast.NodeTransformer):
         if name in _ENVIRONMENT and words and isinstance(words[0], str):
             if words[0] in self.variables:
                 return _expression(stated(self.variables[words[0]]))
-            return ast.Constant(words[1]) if len(words) > 1 else node
+            return ast.Constant(words[1]) if len(words) > 1 and words[0] not in _OF_LAUNCHER else node
         if name in _CONVERTS and len(words) == len(node.args) == 1:
             return ast.Constant(str(words[0]) if name == "str" else typed(str(words[0])))
         return node

@@ -111,6 +111,14 @@ def _follow(tree: ast.Module, functions: dict[str, ast.FunctionDef], objects: se
     """Add the names of all objects of arguments: assigned, returned by a function, or handed to one."""
     givers: set[str] = set()
     classes = frozenset(objects)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign | ast.Call)]
+    results = {
+        name: [item.value for item in ast.walk(function) if isinstance(item, ast.Return) and item.value]
+        for name, function in functions.items()
+    }
+    for function in functions.values():
+        annotated = ((arg.arg, arg.annotation) for arg in (*function.args.args, *function.args.kwonlyargs))
+        objects.update(name for name, annotation in annotated if annotation and dotted(annotation) in classes)
 
     def gives(value: ast.expr) -> bool:
         if isinstance(value, ast.Call):
@@ -120,17 +128,13 @@ def _follow(tree: ast.Module, functions: dict[str, ast.FunctionDef], objects: se
 
     for _ in range(MAX_ROUNDS):
         num_known = len(objects) + len(givers)
-        for node in ast.walk(tree):
+        givers.update(name for name, values in results.items() if any(map(gives, values)))
+        for node in nodes:
             for target, value in assignments(node):
                 if gives(value):
                     objects.update(_names(target))
-            if isinstance(node, ast.FunctionDef):
-                annotated = (arg for arg in (*node.args.args, *node.args.kwonlyargs) if arg.annotation)
-                objects.update(arg.arg for arg in annotated if arg.annotation and dotted(arg.annotation) in classes)
-                if any(isinstance(item, ast.Return) and item.value and gives(item.value) for item in ast.walk(node)):
-                    givers.add(node.name)
-            elif isinstance(node, ast.Call) and (function := functions.get(dotted(node.func))):
-                places = zip(function.args.args, node.args, strict=False)
+            if isinstance(node, ast.Call) and (called := functions.get(dotted(node.func))):
+                places = zip(called.args.args, node.args, strict=False)
                 objects.update(arg.arg for arg, value in places if gives(value))
                 objects.update(item.arg for item in node.keywords if item.arg and gives(item.value))
         if len(objects) + len(givers) == num_known:

@@ -155,7 +155,9 @@ def precision_of(options: Options, program: Program, context: LaunchContext) -> 
 
 
 def launch_of(options: Options, context: LaunchContext, program: Program, num_devices: int | None) -> Launch:
-    """Return the launch of Trainer arguments; raises InputError if they are incomplete."""
+    """Return the launch of Trainer arguments; raises InputError if they are incomplete, or nothing is trained."""
+    if options.has("do_train") and not options.flag("do_train"):
+        raise InputError("do_train is off: the program trains nothing")
     model = model_of(options, program.model_key, context)
     length = length_of(options, program, context)
     precision = precision_of(options, program, context)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import lru_cache
 from typing import Any
 
 from autoplan.base.errors import InputError
@@ -39,6 +40,7 @@ _UNLIKE_ADAPTERS = ("layers_to_transform", "rank_pattern", "target_parameters", 
 _ENDS = ("lm_head", "embed_tokens")  # on which adapters are not priced
 _SMALL_HEADS = ("score", "scores", "classifier", "v_head")  # of a few outputs
 _LOADED = (*HELD_KEYS, "attn_implementation", "load_in_4bit", "load_in_8bit")
+_PACKAGES = ("transformers", "trl", "unsloth")
 _PARSER = re.compile(r"HfArgumentParser|H4ArgumentParser|TrlParser")
 # Arguments of transformers that decide what a program does, by their defaults (transformers/training_args.py).
 _DEFAULTS = {"bf16": False, "fp16": False, "gradient_checkpointing": False, "deepspeed": None, "fsdp": ""}
@@ -57,6 +59,7 @@ def makes_arguments(text: str) -> bool:
     return _MAKES.search(source_of(text)) is not None
 
 
+@lru_cache(maxsize=32)
 def trains(text: str) -> bool:
     """Return whether a Python program makes training arguments, or takes them from its command line."""
     try:
@@ -74,6 +77,8 @@ def options_of_program(text: str, context: LaunchContext, given: Options | None 
     source = source_of(text)
     variables, unknown = _of_command(given) if given else ({}, [])
     variables |= dict(context.variables)
+    if context.num_devices is not None:
+        variables.setdefault("WORLD_SIZE", str(context.num_devices))
     made_class = None if makes_arguments(text) else _parsed_class(source)
     calls = list(calls_of(source, variables, unknown, _DEFAULTS if made_class else None))
     made = [Built(made_class)] if made_class else [call for call in calls if _ARGUMENTS.fullmatch(_class(call))]
@@ -82,6 +87,10 @@ def options_of_program(text: str, context: LaunchContext, given: Options | None 
         names = ", ".join(map(_class, made[:5])) or "none"
         raise InputError(f"a program makes its training arguments once, the file {len(made)} times ({names})")
     remarks: list[Unread] = []
+    package, _, name = made[0].name.partition(".")
+    if name and package not in _PACKAGES:
+        why = "arguments of another package: priced as those of transformers"
+        remarks.append(Unread(option=_class(made[0]), value=made[0].name, why=why))
     table = _loaded(calls, context, remarks)
     objective = _objective(made[0], _ARGUMENTS)
     if not objective:  # transformers' arguments, whose defaults are not those of TRL

@@ -12,18 +12,13 @@ from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import HELD_KEYS, holds_bf16, is_on, plain_values
 from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program
-from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script, starts_program
+from autoplan.frameworks.hf_trainer.script import OTHER_LOSSES, SCRIPTS, has_batch, of_script, starts_program
 from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.readers.preference import OF_PREFERENCES, of_trl_program
 from autoplan.spec.enums import Precision
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.preference import Preference, what_several_models_need
 
-# Programs of TRL whose loss needs more than one pass, or which generate (trl/scripts).
-_OTHER_LOSSES = re.compile(
-    r"(?<![a-z])(dpo|mpo|simpo|grpo|kto|ppo|rloo|rewards?|rm|orpo|cpo|gkd|nash|xpo|bco|online_\w+|distill\w*|sapo|gspo)(?![a-z])",
-    re.IGNORECASE,
-)
 _OTHER_SETTINGS = (
     "beta",
     "num_generations",
@@ -36,7 +31,7 @@ _LENGTHS = (
     *("max_length", "max_seq_length", "max_seq_len", "model_max_length", "block_size", "cutoff_len"),
     *("seq_length", "seq_len", "sequence_length"),  # in users' own programs
 )
-_TABLE = re.compile(r"""^(\{|\s*"?per_device_train_batch_size"?\s*:)""", re.MULTILINE)
+_TABLE = re.compile(r"\A\s*\{|^per_device_train_batch_size\s*:", re.MULTILINE)
 _PLAIN = ("block_size", "do_train")  # in programs other than TRL's
 _OTHERS = re.compile(r"^\s*(finetuning_type|cutoff_len|base_model|micro_batch_size)\s*:", re.MULTILINE)
 _OTHER_STARTERS = re.compile(
@@ -53,7 +48,8 @@ def recognises(name: str, text: str) -> bool:
             text
         )
     if name.endswith(".json"):
-        return text.lstrip()[:1] == "{" and '"per_device_train_batch_size"' in text
+        is_other = re.search(r'"(finetuning_type|cutoff_len)"\s*:', text) is not None
+        return text.lstrip()[:1] == "{" and '"per_device_train_batch_size"' in text and not is_other
     return not name.endswith(SCRIPTS) and has_batch(text) and not _OTHER_STARTERS.search(text)
 
 
@@ -68,7 +64,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     devices = None
     if makes_arguments(text):
         options, name = options_of_program(text, context)
-    elif has_batch(text) or not _TABLE.search(text):
+    elif text.startswith("#!") or not _TABLE.search(text):
         options, name, devices = of_script(text, context)
     else:
         parse = parse_json if text.lstrip().startswith("{") else parse_yaml
@@ -95,7 +91,7 @@ def preference_of(options: Options, program: str) -> Preference | None:
         options.understood.update(key for key in OF_PREFERENCES if key in options.arguments)
         return preference
     losses = [key for key in _OTHER_SETTINGS if options.has(key)]
-    if losses or _OTHER_LOSSES.search(program):
+    if losses or OTHER_LOSSES.search(program):
         raise InputError(
             f"{losses[0] if losses else program}: only training on the next token, on pairs (dpo) and of reward models "
             f"is priced{what_several_models_need(program)}"
@@ -121,8 +117,9 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
     options.understood.update(key for key in OF_TRL if key in options.arguments)
     if is_trl:
         _remark_kernels(options)
-    # Without TRL's `use_peft` it is unknown which modules have adapters.
-    adapter_keys = () if is_trl or finetuning.has_adapters else ("lora_r", "load_in_4bit", "load_in_8bit")
+    # Without TRL's `use_peft` it is unknown whether a program has adapters, and on which modules.
+    is_stated = options.has("use_peft")
+    adapter_keys = () if is_stated or finetuning.has_adapters else ("lora_r", "load_in_4bit", "load_in_8bit")
     if finetuning.has_adapters and not is_trl and options.name("use_peft").startswith("--"):
         options.remark("use_peft", "read with the defaults of TRL; a program of its own may have others")
     for key in ("use_lora", "lora_rank", *adapter_keys):

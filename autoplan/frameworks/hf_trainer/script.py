@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from autoplan.base.errors import InputError
@@ -20,6 +21,11 @@ SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # not she
 BATCH = "--per_device_train_batch_size"
 # Commands of TRL that train (trl/cli/commands), and the modules that they run.
 _COMMANDS = ("sft", "dpo", "reward", "grpo", "kto", "rloo")
+# Programs of TRL whose loss needs more than one pass, or which generate (trl/scripts).
+OTHER_LOSSES = re.compile(
+    r"(?<![a-z])(dpo|mpo|simpo|grpo|kto|ppo|rloo|rewards?|rm|orpo|cpo|gkd|nash|xpo|bco|online_\w+|distill\w*|sapo|gspo)(?![a-z])",
+    re.IGNORECASE,
+)
 _LAUNCHERS = ("torch.", "accelerate.", "deepspeed.")
 _MODULE = re.compile(r"trl\.scripts\.(\w+)")
 _BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
@@ -80,7 +86,7 @@ def is_program(words: Sequence[str], at: int) -> bool:
     word, before = words[at], words[at - 1] if at else ""
     if before and word in _COMMANDS:
         return before.rpartition("/")[2] == "trl"
-    is_module = before == "-m" and not word.startswith(_LAUNCHERS)
+    is_module = before in ("-m", "--module") and not word.startswith(_LAUNCHERS)
     return word.endswith(".py") or word == "$TRAIN_SCRIPT" or is_module or _MODULE.fullmatch(word) is not None
 
 
@@ -103,8 +109,9 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
         and read_beside(file := next(word for word in words if word != "train"), context.folder) is None
     ):
         raise InputError(f"the arguments are in {show(file)}, which is not at hand: put it beside this file")
-    options, program = started_options(before[-1], words, context)
     devices = devices_of(before, script, text)
+    with_devices = replace(context, num_devices=context.num_devices or devices)
+    options, program = started_options(before[-1], words, with_devices)
     visible = str(script.variables.get("CUDA_VISIBLE_DEVICES", ""))
     if devices and visible.count(",") >= devices:
         why = f"{devices} processes start: layers that a program spreads over several devices each are not priced"
@@ -124,7 +131,8 @@ def started_options(program: str, words: Sequence[str], context: LaunchContext) 
         return arguments, program.rpartition("/")[2]
     options, name = options_of_program(beside, context, arguments)
     options.remarks += arguments.remarks
-    return options, name
+    is_named = name == "train.py" and OTHER_LOSSES.search(program) is not None
+    return options, program.rpartition("/")[2] if is_named else name
 
 
 def program_options(words: Sequence[str], context: LaunchContext) -> Options:

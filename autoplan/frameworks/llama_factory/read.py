@@ -22,6 +22,7 @@ from autoplan.spec.lengths import Batching
 COMMANDS = ("llamafactory-cli", "train.py", "train_bash.py")
 DEFAULT_LENGTH = 2048
 _YAML = re.compile(r"^(finetuning_type|cutoff_len)\s*:", re.MULTILINE)
+_JSON = re.compile(r'"(finetuning_type|cutoff_len)"\s*:')
 _SCRIPT = re.compile(r"\bllamafactory-cli\s+train\b|--finetuning_type\b")
 _STARTS_FILE = re.compile(r"^[^#\n]*\bllamafactory-cli\s+train\s+\S+\.(ya?ml|json)\b", re.MULTILINE)
 _MEGATRON = re.compile(r"(tensor|pipeline|expert)_model_parallel_size$")
@@ -36,6 +37,8 @@ def recognises(name: str, text: str) -> bool:
             _YAML.search(text) is not None
             and re.search(r"^\s*per_device_train_batch_size\s*:", text, re.MULTILINE) is not None
         )
+    if name.endswith(".json"):
+        return _JSON.search(text) is not None and '"per_device_train_batch_size"' in text
     if name.endswith(SCRIPTS) or re.search(r"\baccelerate\s+launch\b", text):
         return False
     return _SCRIPT.search(text) is not None and (has_batch(text) or _STARTS_FILE.search(text) is not None)

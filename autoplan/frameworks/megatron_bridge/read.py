@@ -317,6 +317,9 @@ def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Lau
     if not is_custom and base is None and context.model is None and "model.num_layers" not in recipe.values:
         names = ", ".join(dict.fromkeys(recipe.models))[:80]
         raise InputError(f"the model of the recipe ({names or 'no name'}) is not known: pass --model")
+    for path in ("model.seq_length", "model.transformer.seq_length"):  # must be equal (training/config.py:1644)
+        if path in recipe.values:
+            recipe.values.setdefault("dataset.seq_length", recipe.values[path])
     written = [argument for path, value in recipe.values.items() for argument in _arguments(path, value)]
     defaults = _COMMON | (_PROVIDERS if is_custom else _RECIPES)
     arguments = Options(written, defaults, way_out="pass --model")

@@ -45,6 +45,12 @@ BATCHINGS: dict[Batching, dict[str, Value]] = {
 # Defaults in swift/arguments that differ from the Trainer's.
 TRAINER_DEFAULTS: dict[str, Value] = {"per_device_train_batch_size": 1, "gradient_checkpointing": True}
 MAX_SEQUENCES = 16  # sequences per step that the default gradient accumulation aims for
+# Its own FSDP configuration, and the name of that (swift/config/fsdp2.json).
+SHARDED = "fsdp2"
+FSDP2: dict[str, Value] = {
+    "fsdp": "full_shard auto_wrap",
+    "fsdp_config": {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True},
+}
 STAGES = re.compile(r"zero([0-3])(_offload)?")  # names of DeepSpeed configurations in its package
 
 OF_TUNER = (

@@ -13,8 +13,9 @@ from itertools import pairwise
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, priced_as_even
-from autoplan.frameworks.common.options import Argument, Options
+from autoplan.frameworks.common.options import Argument, Options, parse_json, show
 from autoplan.frameworks.common.shell import read_script
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of, model_of, stage_table
 from autoplan.frameworks.hf_trainer.options import HARMLESS, is_on
@@ -24,10 +25,12 @@ from autoplan.frameworks.megatron_lm import launch as megatron
 from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, started
 from autoplan.frameworks.ms_swift.options import (
     COSTLESS,
+    FSDP2,
     MAX_SEQUENCES,
     MEGATRON_DEFAULTS,
     MEGATRON_NAMES,
     OF_TUNER,
+    SHARDED,
     STAGES,
     TRAINER_DEFAULTS,
 )
@@ -180,6 +183,7 @@ def _with_trainer(text: str, context: LaunchContext) -> Launch:
         table["zero_optimization"]["overlap_comm"] = False  # swift/config/zero*.json
         argument = options.arguments["deepspeed"]
         options.arguments["deepspeed"] = Argument(argument.option, argument.text, "deepspeed", table)
+    _take_fsdp(options, context)
     options.pass_over(*COSTLESS)
     program = Program(
         target="ms-swift",
@@ -190,6 +194,22 @@ def _with_trainer(text: str, context: LaunchContext) -> Launch:
         precision=Precision.BF16 if options.text("torch_dtype", "bfloat16") == "bfloat16" else Precision.FP16,
     )
     return launch_of(options, context, program, devices)
+
+
+def _take_fsdp(options: Options, context: LaunchContext) -> None:
+    """Replace `fsdp`, the name of a file, by what the file has (arguments/sft_args.py, `_init_fsdp`)."""
+    file = options.text("fsdp")
+    if file is None or not (file == SHARDED or file.endswith(".json")):
+        return
+    if file == SHARDED:
+        table = FSDP2
+    elif (content := read_beside(file, context.folder)) is None:
+        raise InputError(f"the plan is in {show(file)}, which is not at hand: put it beside this file")
+    else:
+        table = {"fsdp": "full_shard auto_wrap"} | parse_json(*content)
+    argument = options.arguments["fsdp"]
+    for key in ("fsdp", "fsdp_config"):
+        options.arguments[key] = Argument(argument.option, argument.text, key, table.get(key))
 
 
 READER = Reader(target="ms-swift", recognises=recognises, read=read)

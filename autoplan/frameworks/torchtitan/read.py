@@ -372,6 +372,10 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
     options.inside("experimental").pass_over("custom_import")
     if options.inside("experimental").has("custom_args_module"):
         options.inside("experimental").remark("custom_args_module", "a program's own settings are not read")
+    if isinstance(job := content.options.get("job"), dict) and job.get("custom_config_module"):
+        why = "a program's own settings are not read"
+        module = str(job["custom_config_module"])
+        options.remarks.append(Unread(option="job.custom_config_module", value=module, why=why))
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
     options.remarks += (item for item in content.unread if not (context.model and item.option == "model.flavor"))
     compiled = _compiled(compiling)
