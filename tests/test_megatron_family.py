@@ -283,6 +283,18 @@ def test_megatron_bridge_is_told_of_attention_in_8_bits_where_it_is_priced() -> 
         assert bridge_in.READER.read(text, LaunchContext(num_devices=8)).plan.fp8_attention == narrow
 
 
+def test_weights_in_4_bits_are_refused_for_the_release_of_megatron_bridge_that_ignores_them() -> None:
+    cluster = plan_file_of(LLAMA_8B).cluster
+    cluster = replace(cluster, device=replace(cluster.device, generation="blackwell"))
+    narrow = plan_file_of(LLAMA_8B, cluster, dp_shard=8, precision="nvfp4", narrow_params=True)
+    assert "cfg.mixed_precision.fp4_param_gather = True" in megatron_bridge.job(narrow, "main").files[0].text
+    with pytest.raises(InputError, match=r"keeps 16-bit weights: leave it out or export for main$"):
+        megatron_bridge.job(narrow, "0.3")
+    for precision, is_narrow in (("mxfp8", True), ("nvfp4", False)):
+        file = plan_file_of(LLAMA_8B, cluster, dp_shard=8, precision=precision, narrow_params=is_narrow)
+        assert megatron_bridge.job(file, "0.3").files
+
+
 def test_recipes_of_megatron_bridge_fuse_what_plans_say() -> None:
     """Providers leave the rotation of MLA and of others alone, which is priced as fused."""
     for fuses in (False, True):

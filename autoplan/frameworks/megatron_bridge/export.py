@@ -12,6 +12,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
+from autoplan.frameworks.common.rules import Rule, check_limits
 from autoplan.frameworks.megatron_bridge.tuning import peft_lines, refused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
@@ -26,6 +27,7 @@ from autoplan.spec.enums import (
     MainWeights,
     MomentType,
     OffloadLayers,
+    Precision,
 )
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import ModelSpec
@@ -55,6 +57,16 @@ _ELSEWHERE = frozenset(
     )
 )
 _TYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16", "fp8": "torch.uint8"}
+_OLD = "0.3"
+_LACKED_BY_OLD = (
+    Rule(  # of training/mixed_precision.py, which takes any attribute and reads those it knows
+        source="Megatron-Bridge ecbd4ea, in 0.4.2: fp4_param_gather",
+        holds=lambda s, b: ~b.narrow_params | (b.precision != Precision.NVFP4.code),
+        text=lambda s, p: (
+            f"narrow_params of nvfp4 in version {_OLD}, which keeps 16-bit weights: leave it out or export for main"
+        ),
+    ),
+)
 _OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
 _IMPORTS = (
     "import sys",
@@ -76,6 +88,9 @@ _PRETRAINED = LaunchVariable(
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that starts the plan with an installed Megatron-Bridge."""
+    if version == _OLD:
+        model, training, plan = plan_file.model, plan_file.training, plan_file.best.plan
+        check_limits(_LACKED_BY_OLD, model, training, plan, "Megatron-Bridge has no field for")
     return Job(
         framework="Megatron-Bridge",
         environment=environment(plan_file),
@@ -259,7 +274,8 @@ TARGET = Target(
     title="Megatron-Bridge",
     rules=("megatron-lm", "unknown"),
     job=job,
-    versions=("main", "0.3"),
+    versions=("main", _OLD),
     limits=RULES,
+    other_limits={_OLD: (*RULES, *_LACKED_BY_OLD)},
     refused_tuning=refused,
 )
