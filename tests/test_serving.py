@@ -288,3 +288,12 @@ def test_a_person_changes_pins_and_saves(server: PageServer, tmp_path: Path, wid
         assert page.locator("form").count() == 0
         browser.close()
     assert [fault for fault in faults if not fault.startswith("file:")] == []
+
+
+def test_the_script_takes_all_pictures_of_the_manual(tmp_path: Path) -> None:
+    if shutil.which("chromium") is None and shutil.which("google-chrome") is None:
+        pytest.skip("no Chromium is installed here")
+    from docs.pictures import PICTURES, take
+
+    take(priced("plain"), tmp_path)
+    assert {picture.name for picture in tmp_path.iterdir()} == {picture.name for picture in PICTURES.iterdir()}

@@ -16,7 +16,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import encode, write_text
 from autoplan.base.units import format_seconds
 from autoplan.cli.inputs import check_outputs, url_with_password
-from autoplan.cli.options import DbOption, ForceOption, QuietOption, SetOption, whole_number
+from autoplan.cli.options import RUNS_HELP, DbOption, ForceOption, QuietOption, SetOption, whole_number
 from autoplan.cli.remarks import print_written, say
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 RunsOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="CSV table of measured runs, with the columns of measured_runs.csv."),
+    typer.Option(metavar="FILE", help=RUNS_HELP),
 ]
 FromLogsOption = Annotated[
     Path | None,

@@ -13,6 +13,11 @@ from autoplan.cli.complete import clusters, frameworks, presets, words
 from autoplan.cli.remarks import hide_remarks
 from autoplan.frameworks.registry import TARGETS
 
+RUNS_HELP = (
+    "CSV table of runs with the columns id, framework, gpu, num_gpus, model, seq_len, global_batch, micro_batch, tp, "
+    "pp, dp, sharding, recompute, status (ok or oom) and step_time_s; blank cells take defaults."
+)
+
 
 def whole_number(
     flag: str, metavar: str, help_: str, *, show_default: bool | str = True

@@ -12,13 +12,11 @@ import autoplan
 from autoplan import api
 from autoplan.base.files import encode
 from autoplan.cli.inputs import check_output
-from autoplan.cli.options import CalibrationOption, ForceOption
+from autoplan.cli.options import RUNS_HELP, CalibrationOption, ForceOption
 
 
 def predict(
-    runs: Annotated[
-        Path, typer.Option(metavar="FILE", help="CSV table of runs, with the columns of measured_runs.csv.")
-    ],
+    runs: Annotated[Path, typer.Option(metavar="FILE", help=RUNS_HELP)],
     out: Annotated[Path, typer.Option(metavar="FILE", help="CSV table of predictions to write.")],
     calibration: CalibrationOption = None,
     force: ForceOption = False,

@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 
 import autoplan
-from autoplan.cli.options import CalibrationOption, JsonOption
+from autoplan.cli.options import RUNS_HELP, CalibrationOption, JsonOption
 
 
 def score(
-    runs: Annotated[
-        Path, typer.Option(metavar="FILE", help="CSV table of measured runs, with the columns of measured_runs.csv.")
-    ],
+    runs: Annotated[Path, typer.Option(metavar="FILE", help=RUNS_HELP)],
     predictions: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Output of `autoplan predict`; without it, the runs are priced now."),

@@ -135,4 +135,7 @@ def _recognised(path: Path, text: str, context: LaunchContext) -> Reader:
             raise InputError(f"{path}: is not a known launch file: it starts {name} with {config}: read that file")
         looks = f"is not a known launch file: it starts {name}, which is not known here: if its options are"
         raise InputError(f"{path}: {looks} those of a format, name that with --as ({', '.join(targets)})")
-    raise InputError(f"{path}: {looks}: name its format with --as ({', '.join(targets)})")
+    remedy = f"name its format with --as ({', '.join(targets)})"
+    if not readers:
+        remedy += ", or give its plan as options: autoplan estimate MODEL --tp N"
+    raise InputError(f"{path}: {looks}: {remedy}")

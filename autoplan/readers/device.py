@@ -161,7 +161,7 @@ def _base(table: dict[str, Any], where: str) -> str:
         kin = ", ".join(f"{key} {datasheet[key]}" for key in _KIN if key in datasheet)
         raise InputError(
             f"{where}: no shipped device is of {kin or 'these precisions'}, whose figures could stand in for "
-            "missing ones: name one with based_on"
+            f"missing ones: {'leave that out, or ' if kin else ''}name one with based_on"
         )
     return nearest.name
 

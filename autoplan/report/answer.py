@@ -35,6 +35,7 @@ from autoplan.spec.training import TrainingSpec
 MAX_ALLOWANCES_TEXT = 69  # characters: one line of 80 columns
 SHOWN_SWITCHES = 8
 MIN_SHOWN_SHARE = 0.0005  # less would show as 0.0 %
+MIN_SHOWN_BYTES = 0.05 * GIB  # less would show as 0.0 GiB
 SHOWN_HOST_SHARE = 0.5  # of a node's memory; less is only shown if the plan offloads
 MIN_SHARED = 4  # number of options shared by two plans from which they are not repeated
 MAX_SPELLED = 130  # characters of a plan description in full: two lines of 80 columns
@@ -193,8 +194,8 @@ def _allowance_text(allowance: Allowance) -> str:
     """Describe the gain of an option that changes the numerics of training."""
     freed = allowance.freed_bytes
     gain = [slower(allowance.ratio - 1.0)] if abs(allowance.ratio - 1.0) >= MIN_OFF else []
-    memory = f"{format_bytes(abs(freed))} {'less' if freed > 0 else 'more'}"
-    return f"{allowance.choice}: {', '.join([*gain, memory])}"
+    memory = [f"{format_bytes(abs(freed))} {'less' if freed > 0 else 'more'}"] if abs(freed) >= MIN_SHOWN_BYTES else []
+    return f"{allowance.choice}: {', '.join([*gain, *memory])}"
 
 
 def _memory(file: PlanFile) -> str:

@@ -122,9 +122,14 @@ def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> 
     console.print()
     print_table(
         console,
-        (("#", True), ("plan", False)),
-        [(str(at), _plan(row)) for at, row in enumerate(rows, 1)],
+        (("#", True), ("90 % interval", False), ("plan", False)),
+        [(str(at), _interval(row), _plan(row)) for at, row in enumerate(rows, 1)],
     )
+
+
+def _interval(row: Row) -> str:
+    """Return the interval of the step time."""
+    return f"{format_seconds(row.best.plan.low_s)} to {format_seconds(row.best.plan.high_s)}" if row.best else ""
 
 
 def _plan(row: Row) -> str:

@@ -28,7 +28,7 @@ def read_rows(path: Path, kind: str, needed: Sequence[str]) -> Iterator[dict[str
         if missing := [name for name in needed if name not in columns]:
             raise InputError(
                 f"{path}: not a table of {kind}: it needs the columns {', '.join(needed)} in its first line, separated "
-                f"by commas; it lacks {missing[0]}"
+                f"by commas; it lacks {', '.join(missing)}"
             )
         if len(set(columns)) < len(columns):
             double = next(name for name in columns if columns.count(name) > 1)
