@@ -4,8 +4,9 @@ usage: python benchmarks/models.py [--report FILE]
 
 Every type's class is built with its default configuration on tensors without data, and its parameters are compared with
 those of the model that its config.json is read as; so are the operations of a forward pass of text, which torch counts,
-where transformers runs it without data, and of some types the bytes that a layer keeps, with adapters too.  What is
-refused is told with the refusal.  Needs torch, transformers and PEFT.
+where transformers runs it without data, those of encoding an image, where its class takes one of a usual shape, and of
+some types the bytes that a layer keeps, with adapters too.  What is refused is told with the refusal.  Needs torch,
+transformers and PEFT.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import transformers
+from image_operations import image_excess
 from layer_bytes import ADAPTERS, KINDS, PAIRS, excess
 from reports import make_parser, write_report
 from torch.utils.flop_counter import FlopCounterMode
@@ -40,7 +42,7 @@ from autoplan.spec.model import ModelSpec
 CLOSE = 0.001  # relative: parameters that agree
 CLOSE_OPERATIONS = 0.02
 CLOSE_BYTES = 0.05
-COUNTED = ("causal", "masked", "sequence-to-sequence")  # classes whose models read text alone, or both texts of a pair
+IMAGE_TEXT = "image-text"  # classes of which an image is counted; of the others text alone, or both texts of a pair
 SEQ_LEN = 256  # a chunk of the scans of Mamba-2, and no more than any table of learned positions holds
 # Whose forward pass in transformers does other work than training elsewhere, which is what ours counts.
 OTHER_WORK = {
@@ -51,13 +53,16 @@ OTHER_WORK = {
     "cpmant": "32 tokens of a prompt beside those of the text",
     "falcon_h1": "products within chunks of 256 tokens of Mamba-2",
     "mamba2": "products within chunks of 256 tokens of Mamba-2",
+    "lfm2_vl": "a pooling head of which nothing is used",
+    "got_ocr2": "windows of 14 x 14 patches, to which a grid of 64 x 64 is padded",
+    "pp_chart2table": "windows of 14 x 14 patches, to which a grid of 64 x 64 is padded",
 }
 
 CLASSES = {
     "causal": (transformers.AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES),
     "masked": (transformers.AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING_NAMES),
     "sequence-to-sequence": (transformers.AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES),
-    "image-text": (transformers.AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    IMAGE_TEXT: (transformers.AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
 }
 
 
@@ -88,7 +93,7 @@ class Row:
         return self.operations is not None and abs(self.operations) > CLOSE_OPERATIONS
 
 
-def rows(auto_class: Any, kinds: Iterable[str], *, counts_operations: bool) -> Iterator[Row]:
+def rows(auto_class: Any, kinds: Iterable[str], *, has_images: bool) -> Iterator[Row]:
     """Yield what becomes of every model type whose class has a default configuration."""
     for kind in sorted(kinds):
         try:
@@ -107,8 +112,11 @@ def rows(auto_class: Any, kinds: Iterable[str], *, counts_operations: bool) -> I
             yield Row(kind=kind, refusal=str(error).partition("; known")[0], parameters=expected)
         else:
             excess = count_parameters(model_spec) / expected - 1
-            counted = _counted_operations(model) if counts_operations else None
-            operations = _operations(model_spec) / counted - 1 if counted else None
+            if has_images:
+                operations = image_excess(kind, lambda config: _eager(auto_class, config))
+            else:
+                counted = _counted_operations(model)
+                operations = _operations(model_spec) / counted - 1 if counted else None
             row = Row(kind=kind, left_out=model_spec.left_out, parameters=expected, excess=excess)
             yield row if model_spec.left_out or kind in OTHER_WORK else replace(row, operations=operations)
 
@@ -168,7 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     lines, differs = [], False
     for name, (auto_class, kinds) in CLASSES.items():
-        compared = list(rows(auto_class, kinds, counts_operations=name in COUNTED))
+        compared = list(rows(auto_class, kinds, has_images=name == IMAGE_TEXT))
         lines += _described(name, compared)
         differs |= any(row.differs or row.works_otherwise for row in compared)
     lines += [*_kept(), *_kept(ADAPTERS)]
@@ -192,6 +200,7 @@ def _kept(finetuning: FineTuning | None = None) -> list[str]:
 
 def _described(name: str, compared: list[Row]) -> list[str]:
     """Lines that say what became of the types with a class called `name`."""
+    work = "encoding an image" if name == IMAGE_TEXT else "a forward pass"
     read = [row for row in compared if not row.refusal]
     in_part, wrong = [row for row in read if row.is_in_part], [row for row in read if row.differs]
     counted = [row for row in read if row.operations is not None]
@@ -202,7 +211,7 @@ def _described(name: str, compared: list[Row]) -> list[str]:
         f"parameters, {len(in_part)} in part",
         *(
             [
-                f"operations of a forward pass counted for {len(counted)}, of {len(counted) - len(otherwise)} within "
+                f"operations of {work} counted for {len(counted)}, of {len(counted) - len(otherwise)} within "
                 f"{CLOSE_OPERATIONS:.0%}, of {sum(abs(row.operations or 0.0) < 0.0005 for row in counted)} within .05 %"
             ]
             if counted

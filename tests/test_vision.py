@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from image_operations import image_excess
 
 import autoplan
 from autoplan.api.problem import make_problem
@@ -188,6 +189,15 @@ def test_operations_are_those_that_torch_counts() -> None:
     causal = 3 * 2 * (316 / 2) * 2 * 128 * 2
     ours = 316 * (model_flops_per_token(spec, 316) + causal)
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "paddleocr_vl", "internvl"])
+def test_operations_of_encoding_an_image_are_those_that_torch_counts(kind: str) -> None:
+    """A grid of 16 x 16 patches, or an image of the config's size."""
+    transformers = pytest.importorskip("transformers")
+    auto = transformers.AutoModelForImageTextToText
+    excess = image_excess(kind, lambda config: auto.from_config(config, attn_implementation="eager").eval())
+    assert excess == pytest.approx(0.0, abs=0.005)
 
 
 def _priced(model: ModelSpec, plan: ParallelPlan, **options: Any) -> tuple[float, float]:
