@@ -211,7 +211,8 @@ def draw_plans(space: Space, cells: Sequence[Cell], rng: Rng, count: int) -> Pla
         rows = _one_each(owner, rng)
         groups, owner = groups.take(rows), owner[rows]
         kinds, of_group = space.kinds(drawn_cells, groups, owner)
-        kinds = kinds.take(_one_each(of_group, rng))
+        kinds, of_kind = space.shared(kinds.take(_one_each(of_group, rng)))
+        kinds = kinds.take(_one_each(of_kind, rng))
         for inside, kind in space.alike(kinds):
             if len(inside):
                 plans = space.plans_of(kinds, inside, kind, rng.integers(len(inside), size=len(kind)))

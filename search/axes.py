@@ -37,6 +37,8 @@ def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
         has_meaning = axis.needs.are_met(plan, **parts_of(model))
         if axis.name == "sharding":
             has_meaning = has_meaning or plan.offload != "none"
+        if axis.name == "offload_percent":
+            has_meaning = plan.offload == "optimizer"
         if axis.name == "param_gather_overlap":
             has_meaning = has_meaning and plan.sharding != "none"
         if has_meaning:
@@ -103,13 +105,15 @@ def plan_of(problem: Problem, axes: Axes) -> ParallelPlan:
 
 
 def _without_idle(problem: Problem, plan: ParallelPlan, axes: Axes) -> ParallelPlan:
-    """Reset flags and a sharding without effect in the plan to their plain values."""
+    """Reset flags, a sharding and a share on the host without effect in the plan to their plain values."""
     parts = parts_of(problem.model)
     changes: dict[str, Any] = {
         axis.name: False
         for axis in _CHANGEABLE
         if axis.default is False and getattr(plan, axis.name) and not axis.needs.are_met(plan, **parts)
     }
+    if plan.offload != "optimizer":
+        changes["offload_percent"] = AXIS["offload_percent"].default
     if plan.offload == "none" and not AXIS["sharding"].needs.are_met(plan, **parts):
         sharding = book_of(problem.framework).words("sharding")[0]
         gathers = sharding != "none" and axes.get("param_gather_overlap", True)

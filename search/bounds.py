@@ -38,7 +38,7 @@ from autoplan.search.layer_spread import Spread, spread_of
 from autoplan.search.space import Inside, Space
 from autoplan.spec.axes import AXIS, KERNEL_AXES
 from autoplan.spec.blocks import Block
-from autoplan.spec.enums import Recompute, Sharding
+from autoplan.spec.enums import Offload, Recompute, Sharding
 from autoplan.spec.finetuning import EMBEDDING
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
@@ -130,14 +130,17 @@ def _hidden_launches_s(problem: Problem, batch: PlanBatch, costs: dict[Block, Bl
     return np.minimum(ahead_s(problem, batch, head_s), launches)
 
 
-def kind_costs(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None = None) -> KindCosts:
+def kind_costs(
+    problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None = None, *, least_percent: int = 100
+) -> KindCosts:
     """Price the kinds of `batch`, independently of their layouts.
 
+    With a `least_percent` below 100, bounds of kinds with the whole optimizer on the host hold for any larger share.
     `first` is (fewest, most) layers of the first rank; without it gradient reductions count as zero.  They also do with
     measured times, which need not grow with the buffer as the bound requires.
     """
     times = _kind_times(problem, batch)
-    rest_s = times.rest_s + _end_of_step_s(problem.placed(batch.placement), batch, first)
+    rest_s = times.rest_s + _end_of_step_s(problem.placed(batch.placement), batch, first, least_percent)
     return KindCosts(batch=batch, times=replace(times, rest_s=rest_s), memory=kind_memory(problem, batch))
 
 
@@ -177,11 +180,13 @@ def _layer_counts(model: ModelSpec) -> Ints:
     return np.array([model.layers.count(layer) for layer in model.layer_kinds])
 
 
-def _end_of_step_s(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None) -> Floats:
+def _end_of_step_s(problem: Problem, batch: PlanBatch, first: tuple[Ints, Ints] | None, least_percent: int) -> Floats:
     """Lower bound on optimizer step, and on reductions and gathers where they count."""
     dense, expert = layer_parameters(problem, batch, trained=True)
     mean = ((_layer_counts(problem.model) * part).sum(axis=-1) / batch.pp for part in (dense, expert))
-    end_s = _update_s(problem, batch, *mean)
+    # The host updates its share, however long the device takes for the rest.
+    share = np.where(batch.offload == Offload.OPTIMIZER.code, least_percent / 100, 1.0)
+    end_s = share * _update_s(problem, batch, *mean)
     if first is not None and problem.timings.is_empty:
         end_s = end_s + _reductions_s(problem, batch, dense.min(axis=-1), expert.min(axis=-1), first)
     return end_s

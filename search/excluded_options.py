@@ -13,6 +13,7 @@ from autoplan.base.errors import AutoplanError
 from autoplan.frameworks.common.rules import broken
 from autoplan.search.axes import axes_of, plan_of
 from autoplan.search.choice import is_as_safe
+from autoplan.search.limits import FURTHER_PERCENTS
 from autoplan.search.objectives import Measure, measures_of_plan
 from autoplan.search.placement import place_best
 from autoplan.search.plan_changes import prices
@@ -20,7 +21,7 @@ from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.axes import shown
-from autoplan.spec.enums import CudaGraphs
+from autoplan.spec.enums import CudaGraphs, Offload
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
@@ -41,11 +42,12 @@ def with_excluded_options(
     """Return space and `result`, widened by excluded options for as long as they improve the best plans.
 
     The options are: sequence parallelism switched, or on with twice the micro-batch; CUDA graphs of more modules;
-    gradient reduction after the last backward pass; and micro-batches and degrees of tp and cp twice as large as in the
-    space.  The best plan with an option may also differ in other choices, so all plans with the option are searched,
-    until no option helps.  `barred` has the axes that the user fixed or bounded, and forbidden values such as
-    "cuda_graphs=layer".  With several `measures` the options of all candidates that the front does not dominate are
-    searched together; switches that have one value in the whole space stay unchanged.
+    other shares of the optimizer on the host; gradient reduction after the last backward pass; and micro-batches and
+    degrees of tp and cp twice as large as in the space.  The best plan with an option may also differ in other choices,
+    so all plans with the option are searched, until no option helps.  `barred` has the axes that the user fixed or
+    bounded, and forbidden values such as "cuda_graphs=layer".  With several `measures` the options of all candidates
+    that the front does not dominate are searched together; switches that have one value in the whole space stay
+    unchanged.
     """
     if tuple(measures) != ("time",):
         while better := _better(problem, space, result.ranked, {*barred, *_EVERYWHERE}, measures):
@@ -72,7 +74,8 @@ def with_options_of(space: Space, plan: ParallelPlan) -> Space:
         limits = replace(limits, sequence_parallel=plan.sp)
     wider = {axis: tuple(dict.fromkeys((*limits.of(axis), getattr(plan, axis)))) for axis in _WORDS}
     bounds = tuple((axis, max(bound, getattr(plan, axis))) for axis, bound in limits.upper_bounds)
-    return replace(space, limits=replace(limits.where(**wider), upper_bounds=bounds))
+    percents = tuple(dict.fromkeys((*limits.offload_percents, plan.offload_percent)))
+    return replace(space, limits=replace(limits.where(**wider), upper_bounds=bounds, offload_percents=percents))
 
 
 def _can_choose_sp(plan: ParallelPlan, seq_len: int) -> bool:
@@ -118,6 +121,8 @@ def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collect
             changes.append({"sp": True, "micro_batch": 2 * plan.micro_batch})
     if plan.cuda_graphs != CudaGraphs.NONE:
         changes += [{"cuda_graphs": graphs} for graphs in CudaGraphs if graphs.code > plan.cuda_graphs.code]
+    if plan.offload == Offload.OPTIMIZER and len(space.limits.offload_percents) > 1:
+        changes += [{"offload_percent": percent} for percent in FURTHER_PERCENTS]
     axes = axes_of(problem.model, plan)
     for change in changes:
         words = {axis: value[0] if isinstance(value, tuple) else value for axis, value in change.items()}

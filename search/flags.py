@@ -13,8 +13,8 @@ from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
 from autoplan.spec.enums import Recompute
 from autoplan.spec.plan import parse_recompute
 
-# Extents: how far layers, recomputation and sharding may go beyond the plain choices of their axes.
-EXTENTS = ("partial_recompute", "uneven_stages", "partial_sharding")
+# Extents: how far layers, recomputation, sharding and offload may go beyond the plain choices of their axes.
+EXTENTS = ("partial_recompute", "uneven_stages", "partial_sharding", "partial_offload")
 
 # Counts for which --forbid accepts any value; the parts of replicas that share states are an extent.
 FORBIDDEN_COUNTS = tuple(name for name in COUNTS if name not in ("dp_replicate", "dp_shard"))
@@ -137,6 +137,8 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
         return replace(limits, fewer_at_ends=1)
     if choice == "partial_sharding":
         return replace(limits, shards_any_part=False)
+    if choice == "partial_offload":
+        return replace(limits, offload_percents=(100,))
     if choice == "partial_recompute":
         return _recomputing(limits, typed, [text for text in limits.recomputes if text in tuple(Recompute)])
     axis, _, word = choice.partition("=")

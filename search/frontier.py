@@ -14,6 +14,7 @@ from autoplan.search.cells import Cell
 from autoplan.search.findings import FITS, RISKY, Incumbents
 from autoplan.search.objectives import Measure, measure_bounds
 from autoplan.search.space import Space
+from autoplan.spec.enums import Offload
 from autoplan.spec.estimate import OOM_Z, RISKY_Z
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -123,6 +124,15 @@ class Frontier:
         """Return the kinds of some groups, and each kind's index into `groups`."""
         return self.space.kinds(self.cells, self.groups.take(groups), self.owner[groups])
 
+    def kind_bounds(self, kinds: PlanBatch, most_bytes: float, least_percent: int = 100) -> Floats:
+        """Return the bounds of `kinds`, infinite if too large: shape (kinds, measures); see `kind_costs`."""
+        first = first_layers(self.problem, self.space, kinds)
+        costs = kind_costs(self.problem, kinds, first, least_percent=least_percent)
+        step_s, least_bytes = kind_bounds(self.problem, self.space, costs, most_bytes)
+        lowest = measure_bounds(self.problem, self.measures, step_s / kinds.global_batch, least_bytes)
+        lowest[~np.isfinite(step_s)] = np.inf
+        return lowest
+
     def blocks(self, groups: Ints) -> Iterator[Ints]:
         """Yield `groups` in order, about `BOUNDED_KINDS` kinds at a time."""
         if not len(groups):
@@ -156,16 +166,21 @@ class OpenKinds:
         owners, bounds = [groups[:0]], [frontier.bounds[:0]]
         for part in frontier.blocks(groups):
             kinds, of_group = frontier.kinds_of(part)
-            costs = kind_costs(problem, kinds, first_layers(problem, space, kinds))
-            step_s, least_bytes = kind_bounds(problem, space, costs, most_bytes)
-            lowest = measure_bounds(problem, frontier.measures, step_s / kinds.global_batch, least_bytes)
-            lowest[~np.isfinite(step_s)] = np.inf  # too large
+            lowest = frontier.kind_bounds(kinds, most_bytes, min(space.limits.offload_percents))
             is_out = incumbents.rules_out(lowest)
             least_skipped = min(least_skipped, float(lowest[is_out, 0].min(initial=np.inf)))
             open_rows = np.flatnonzero(~is_out)
-            parts.append(kinds.take(open_rows))
-            owners.append(frontier.owner[part][of_group[open_rows]])
-            bounds.append(lowest[open_rows])
+            kinds, of_kind = space.shared(kinds.take(open_rows))
+            lowest = lowest[open_rows][of_kind]
+            offloads = np.flatnonzero(kinds.offload == Offload.OPTIMIZER.code)
+            if len(offloads) and len(space.limits.offload_percents) > 1:
+                lowest[offloads] = frontier.kind_bounds(kinds.take(offloads), most_bytes)
+            is_out = incumbents.rules_out(lowest)
+            least_skipped = min(least_skipped, float(lowest[is_out, 0].min(initial=np.inf)))
+            still_open = np.flatnonzero(~is_out)
+            parts.append(kinds.take(still_open))
+            owners.append(frontier.owner[part][of_group[open_rows[of_kind[still_open]]]])
+            bounds.append(lowest[still_open])
         bound, owner = np.concatenate(bounds), np.concatenate(owners)
         order = best_first(bound)
         return cls(

@@ -24,6 +24,8 @@ from autoplan.spec.problem import Problem
 MIN_TOKENS_PER_CP_RANK = 4096
 MAX_MICRO_BATCH = 16
 MAX_BATCHES = 24
+# Shares of the optimizer on the host: searched in all plans, and tried on the best one (`excluded_options`).
+OFFLOAD_PERCENTS, FURTHER_PERCENTS = (100, 50), (75, 25)
 MAX_FEWER_AT_ENDS = 4  # no published model's head costs more layers than this
 
 COUNTS = tuple(axis.name for axis in AXES if axis.can_be_bounded)
@@ -49,6 +51,7 @@ class Limits:
     recomputes: tuple[str, ...] = ("none", "full")  # as `parse_recompute` reads them
     fewer_at_ends: int = 1  # how many layers fewer than others the first and the last chunk may have
     shards_any_part: bool = False  # whether states may be sharded over any part of the replicas
+    offload_percents: tuple[int, ...] = (100,)  # of the optimizer, where it is offloaded: all of it first
     # The framework's only way to split the model into stages; None: several are tried.
     split: Callable[[ModelSpec, int], tuple[int, ...]] | None = None
     split_schedules_overlap: bool = True  # whether state reductions overlap with a split backward pass
@@ -132,6 +135,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         ),
         fewer_at_ends=MAX_FEWER_AT_ENDS,
         shards_any_part=book.shards_over_part,
+        offload_percents=OFFLOAD_PERCENTS if "offload_percent" in book.extras else (100,),
         split=book.split,
         split_schedules_overlap=book.split_schedules_overlap,
     )

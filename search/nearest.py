@@ -106,6 +106,8 @@ def _values(problem: Problem, plan: ParallelPlan) -> dict[str, list[Any]]:
         values["sharding"] = [(kind, None) for kind in book.words("sharding")]
     values["recompute"] = [(kind, DEFAULT_RECOMPUTE_MODULES, None) for kind in book.words("recompute")]
     values["offload"] = [*AXIS["offload"].searched]
+    if "offload_percent" in axes:
+        values["offload_percent"] = [*limits.offload_percents]
     values |= {axis.name: [not axes[axis.name]] for axis in AXES if _is_switched(axis) and axis.name in axes}
     # Only values that do not change the numerics of training.
     values |= {axis.name: [*limits.of(axis.name)] for axis in SEARCHED if axis.exact is not None and axis.name in axes}

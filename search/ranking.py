@@ -25,7 +25,7 @@ TIE = 1e-9
 _OF_LAYOUT = (
     *("pp", "tp", "cp", "ep", "etp", "vp", "schedule"),
     *("recompute", "recompute_modules", "recompute_num_layers"),
-    *("offload", "offload_modules", "offload_layers", "sharding"),
+    *("offload", "offload_percent", "offload_modules", "offload_layers", "sharding"),
     *("cp_kind", "dispatcher", "tp_overlap", "ep_overlap", "rank_order"),
 )
 _TIE_ORDER = (

@@ -17,7 +17,7 @@ from autoplan.search.cells import DEGREES, Cell, cells_of
 from autoplan.search.layouts import searched_layouts
 from autoplan.search.limits import Limits, divisors
 from autoplan.spec.axes import AXIS, COLUMNS, SEARCHED, Value
-from autoplan.spec.enums import Recompute, Sharding
+from autoplan.spec.enums import Offload, Recompute, Sharding
 from autoplan.spec.plan import (
     ALL_LAYERS,
     ParallelPlan,
@@ -41,7 +41,7 @@ _INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
 # Axes known for a group and for a kind, so that rules that depend only on these can be evaluated.  Overlap switches may
 # depend on the schedule.
 _KNOWN_OF_GROUP = frozenset((*DEGREES, *_GROUP, "sp", "precision"))
-_STATES = frozenset(("sharding", "offload"))
+_STATES = frozenset(("sharding", "offload", "offload_percent"))
 # Offload choices for states without replicas; zero3 also keeps gradients where the optimizer is.
 _ALONE = (("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters"))
 _KNOWN_OF_STATES = _STATES | {*DEGREES, "sp", "precision"}
@@ -77,7 +77,8 @@ class Space:
     """Plans of one workload that obey the limits and the rules; every plan uses all devices.
 
     A cell contains *groups*, plans with one batch and micro-batch; a group contains *kinds*, plans with one sharding
-    and recomputation; a kind contains a plan for every layout and every number of recomputed layers.
+    and recomputation; a kind contains a plan for every layout and every number of recomputed layers.  Kinds with the
+    optimizer on the host stand for those with a part of it there, too, until `shared` tells them apart.
     """
 
     workload: Workload
@@ -132,10 +133,27 @@ class Space:
         return groups.take(lawful), owner[lawful]
 
     def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
-        """Return (kinds of `groups` that may be legal, each one's group), with the fewest recomputed layers."""
+        """Return (kinds of `groups` that may be legal, each one's group), with the fewest recomputed layers.
+
+        All of an optimizer is on the host, or nothing.
+        """
         kinds, of_group = self._kinds(cells, groups, owner)
         lawful = legal_so_far(self.rules, self.workload, kinds, _KNOWN_OF_KIND)
         return kinds.take(lawful), of_group[lawful]
+
+    def shared(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
+        """Return (`kinds` with every share of the optimizer on the host that may be legal, the index of each one)."""
+        every, index = self._shared(kinds)
+        lawful = legal_so_far(self.rules, self.workload, every, _KNOWN_OF_KIND)
+        return every.take(lawful), index[lawful]
+
+    def _shared(self, kinds: PlanBatch) -> tuple[PlanBatch, Ints]:
+        offloads = np.flatnonzero(kinds.offload == Offload.OPTIMIZER.code)
+        _, *parts = self.limits.offload_percents
+        index = np.concatenate([np.arange(len(kinds)), *(offloads for _ in parts)])
+        percent = np.repeat([100, *parts], [len(kinds), *(len(offloads) for _ in parts)])
+        order = np.argsort(index, kind="stable")
+        return replace(kinds.take(index[order]), offload_percent=percent[order]), index[order]
 
     def inside(self, pp: int, number: int) -> Inside:
         """Return the contents of kinds on this many stages whose `recompute_num_layers` is `number`."""
@@ -350,7 +368,9 @@ class Space:
     def _size(self, cell: Cell) -> int:
         """Number of plans in a cell, without those whose number of recomputed layers covers whole chunks."""
         of_states = sum(len(self.inside(cell.pp, number)) for *_, number in self._repeats(cell.pp).tolist())
-        return len(self._group_rows(cell)) * len(self._states(cell)) * of_states
+        states = self._states(cell)
+        shares = np.where(states[:, 1] == Offload.OPTIMIZER.code, len(self.limits.offload_percents), 1)
+        return len(self._group_rows(cell)) * int(shares.sum()) * of_states
 
     def _sequence_parallel(self, tp: Ints, cp: Ints) -> Bools:
         """Return whether a rank's tokens divide over its tensor-parallel group, which they rarely do for tp = 3."""
@@ -360,8 +380,9 @@ class Space:
     def _candidates(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         groups, owner = self._groups(cells)
         kinds, of_group = self._kinds(cells, groups, owner)
+        kinds, of_share = self._shared(kinds)
         batch, of_kind = self.plans_in(kinds)
-        return batch, owner[of_group][of_kind]
+        return batch, owner[of_group][of_share][of_kind]
 
 
 def _with_columns(batch: PlanBatch, columns: Mapping[str, Ints | Bools]) -> PlanBatch:

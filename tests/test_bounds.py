@@ -153,6 +153,7 @@ def some_kinds(space: Space, count: int, seed: int) -> tuple[PlanBatch, PlanBatc
 def some_plans(problem: Problem, space: Space, count: int, seed: int) -> tuple[PlanBatch, Floats, Floats]:
     """(legal plans, the bounds of their step times, those of their memory)."""
     _, kinds, _ = some_kinds(space, count, seed)
+    kinds, _ = space.shared(kinds)
     costs = kind_costs(problem, kinds, first_layers(problem, space, kinds))
     parts, bounds, bytes_ = [kinds.take(np.empty(0, dtype=np.int64))], [np.empty(0)], [np.empty(0)]
     rng = np.random.default_rng(seed + 1)
@@ -237,14 +238,19 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
     groups, kinds, of_group = some_kinds(space, 200, 3)
     if not len(kinds):
         return
+    least_percent = min(space.limits.offload_percents)
+    first = first_layers(problem, space, kinds)
+    of_any_share = kind_costs(problem, kinds, first, least_percent=least_percent)
+    kinds, of_kind = space.shared(kinds)
     costs = kind_costs(problem, kinds, first_layers(problem, space, kinds))
     found = list(plan_bounds(problem, space, costs))
     most_bytes = float(np.quantile(np.concatenate([finding.memory_bytes.ravel() for finding in found]), share))
-    kind_s, kind_bytes = kind_bounds(problem, space, costs, most_bytes)
+    kind_s, kind_bytes = (found[of_kind] for found in kind_bounds(problem, space, of_any_share, most_bytes))
     group_s, least_bytes = group_bounds(problem, space, groups, most_bytes)
     assert group_bytes(problem, space, groups) == pytest.approx(least_bytes, rel=1e-12)
     plain_s = plain_bounds(problem, space, groups)
     assert (plain_s <= group_s * (1 + 1e-9)).all()
+    of_group = of_group[of_kind]
     for one in found:
         some = one.kinds
         assert (plain_s[of_group[some]] <= one.step_s.min(axis=1) * (1 + 1e-9)).all()

@@ -110,3 +110,19 @@ def test_a_best_plan_that_they_do_not_help_stays() -> None:
     problem, space = make(LARGE, "h100-sxm:2x8", batches=(64,), fix=("pp=1",))
     found = search(problem, space)
     assert with_excluded_options(problem, space, found, ()) == (space, found)
+
+
+def test_half_of_the_optimizer_on_the_host_is_enough_and_faster_than_all_of_it() -> None:
+    """Twin flow of DeepSpeed and Megatron-Core: the other half is updated meanwhile on the device."""
+    job = {"cluster": "h100-sxm:1x2", "global_batch": 16, "seq_len": 8192, "prefer": "fastest"}
+    half, whole = (
+        autoplan.search("llama3-8b", **job, forbid=forbid).file.best  # type: ignore[arg-type]
+        for forbid in ((), ("partial-offload",))
+    )
+    assert (half.plan.offload, half.plan.offload_percent) == ("optimizer", 50)
+    assert (whole.plan.offload, whole.plan.offload_percent) == ("optimizer", 100)
+    assert half.step_s < 0.95 * whole.step_s
+    problem, space = make(DENSE)
+    plan = ParallelPlan(global_batch=64, dp_shard=16, offload="optimizer", offload_percent=50)
+    tried = {changed.offload_percent for changed in switched(problem, space, plan, ())}
+    assert tried == {25, 50, 75}

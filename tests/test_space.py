@@ -160,6 +160,7 @@ def test_what_is_turned_down_early_holds_no_legal_plan(book: Rulebook, model: Mo
         shard_domains=(4,) if book.shards_over_part else (),
         recomputes=("none", "full", *(("full:1", "full:2") if book.repeats_some_layers else ())),
         split=book.split,
+        offload_percents=(100, 25) if "offload_percent" in book.extras else (100,),
     ).where(
         sharding=book.words("sharding"),
         schedule=book.words("schedule"),
@@ -170,7 +171,7 @@ def test_what_is_turned_down_early_holds_no_legal_plan(book: Rulebook, model: Mo
     cells = space.cells()
     groups, owner = space.groups(cells)
     kinds, _ = space.kinds(cells, groups, owner)
-    plans, _ = space.plans_in(kinds)
+    plans, _ = space.plans_in(space.shared(kinds)[0])
     plans = plans.take(legal(book.rules, space.workload, plans))
     expected = enumerated(space)
     assert {plans.plan(at) for at in range(len(plans))} == set(expected)

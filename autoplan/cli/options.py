@@ -74,8 +74,8 @@ ForbidOption = Annotated[
     typer.Option(
         "--forbid",
         metavar="CHOICE",
-        help="Exclude uneven_stages, partial_recompute, partial_sharding, every value of an axis but its default "
-        "(offload, cp), or one value such as schedule=zb-v or tp=8 (repeatable).",
+        help="Exclude uneven_stages, partial_recompute, partial_sharding, partial_offload, every value of an axis but "
+        "its default (offload, cp), or one value such as schedule=zb-v or tp=8 (repeatable).",
     ),
 ]
 FrameworkOption = Annotated[

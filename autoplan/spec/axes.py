@@ -275,7 +275,8 @@ AXES: tuple[Axis, ...] = (
     Axis(name="offload_percent", kind=Kind.COUNT, default=100, most=100,
          help="Percentage of the optimizer's states that --offload optimizer keeps on the host.",
          label="share of the optimizer on the host", offered_by=_WITH_DEEPSPEED,
-         elsewhere="searches offload all of the optimizer or nothing: use autoplan estimate", metavar="PERCENT"),
+         elsewhere="searches try all, a half and quarters: use --forbid partial_offload, or autoplan estimate",
+         metavar="PERCENT"),
     # Links to the host carry traffic of the network, too, which no runs price yet: searches leave these two alone.
     _word(name="offload_modules",
           help="Inputs of parts of a layer in host memory: core_attn, core_attn+attn_proj, expert_fc1, moe_act ...",
