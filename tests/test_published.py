@@ -242,13 +242,14 @@ def test_an_optimizer_on_the_host_costs_and_frees_what_was_measured() -> None:
 
 
 def test_kernels_that_are_not_fused_take_as_much_longer_as_their_operations() -> None:
-    """S47: 113 to 135 TFLOP/s of 175 billion parameters by fusion (SC21, section 5.6), from the bytes of both kernels.
+    """S47: 113 to 135 TFLOP/s of 175 billion parameters by fusion (SC21, section 5.6).
 
-    Scale, mask, softmax in fp32 and dropout move 61 bytes a score one by one; biases, GELU, dropout and sums twice as
-    much as their fused kernels.
+    Without fused kernels scores are cast to fp32 first, and scaled, masked and normalised there (Megatron-LM
+    core/fusions/fused_softmax.py, forward_torch_softmax): with casts and dropout 41 bytes a score forward and 45
+    backward.  Biases, GELU, dropout and sums move twice as much as their fused kernels.
     """
     fused = load_framework("megatron-lm-2021")
-    eager = fused.changed(bytes_per_unfused_score=61.0, kernel_bytes_factor=2.0)
+    eager = fused.changed(bytes_per_unfused_score=86.0, kernel_bytes_factor=2.0)
     model, plans = gpt(96, 12288, 96), [plan(1536, t=8, p=12)]
     by_kernels = [
         priced(model, plans, framework=framework, attention=attention)
@@ -258,6 +259,6 @@ def test_kernels_that_are_not_fused_take_as_much_longer_as_their_operations() ->
         [cost.step_s[0] for cost in by_kernels],
         ("attention", "memory_bound", "recompute", "pipeline_bubble"),
     )
-    assert steps[1] / steps[0] == pytest.approx(135 / 113, rel=0.08)
+    assert steps[1] / steps[0] == pytest.approx(135 / 113, rel=0.03)
     longer = sum(by_kernels[1].terms_s[name][0] - by_kernels[0].terms_s[name][0] for name in terms)
     assert steps[1] - steps[0] == pytest.approx(longer * (1 + straggler_share(np.array([96]))[0]), rel=0.02)

@@ -38,7 +38,7 @@ def test_every_plan_of_the_space_can_be_exported(to: str, cluster: str) -> None:
     flags = SpaceFlags(global_batch="32", to=to)
     file = make_plan_file(problem, result.rivals, result.certificate, space=flags)
     job_of(file, to)
-    plans = draw_plans(space, space.cells(), np.random.default_rng(4), 45)
+    plans = draw_plans(space, space.cells(), np.random.default_rng(4), 50)
     assert len(plans) >= 40
     for at in range(len(plans)):
         job_of(replace(file, best=replace(file.best, plan=plans.plan(at))), to)
