@@ -548,6 +548,14 @@ def test_a_configuration_of_axolotl_behind_the_launcher_is_named() -> None:
         read(script, LaunchContext(model=load_model("llama3-8b"), seq_len=4096))
 
 
+@pytest.mark.parametrize("program", ["swift/cli/sft.py", "-m swift.cli.sft"])
+def test_a_program_of_ms_swift_behind_the_launcher_is_refused(program: str) -> None:
+    """Its length and batch size are other than TRL's, whose program is called sft.py as well."""
+    script = f"accelerate launch --multi_gpu --num_processes 4 {program} --model Qwen/Qwen2.5-7B-Instruct\n"
+    with pytest.raises(InputError, match=r"swift.cli.sft\S* is of ms-swift, whose defaults are its own"):
+        read(script, LaunchContext(model=load_model("llama3-8b"), seq_len=4096))
+
+
 def test_a_program_whose_loss_is_not_priced_is_refused(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text(FSDP_CONFIG)
     with pytest.raises(InputError, match=r"grpo\.py: only training on the next token"):

@@ -167,6 +167,13 @@ def test_yaml_of_trl_has_the_defaults_of_trl() -> None:
     assert (tuning.rank, tuning.targets, tuning.dropout) == (32, ("q_proj", "v_proj"), 0.05)
 
 
+def test_arguments_in_a_table_of_a_table_are_of_another_program() -> None:
+    arguments = '{"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}'
+    assert recognises("train.json", arguments)
+    assert recognises("train.json", arguments.replace("}", ",}"))  # read tells the fault
+    assert not recognises("train.json", f'{{"cmd": "sft", "args": {arguments}}}')
+
+
 def test_the_model_the_devices_and_the_length_are_asked_for() -> None:
     text = "#!/bin/bash\npython train.py --per_device_train_batch_size 1 --bf16 true"
     for more, flag in (("", "--model"), (" --model_name_or_path some/other", "--model")):

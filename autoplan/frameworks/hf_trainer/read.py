@@ -49,8 +49,16 @@ def recognises(name: str, text: str) -> bool:
         )
     if name.endswith(".json"):
         is_other = re.search(r'"(finetuning_type|cutoff_len)"\s*:', text) is not None
-        return text.lstrip()[:1] == "{" and '"per_device_train_batch_size"' in text and not is_other
+        return text.lstrip()[:1] == "{" and _holds_batch(text) and not is_other
     return not name.endswith(SCRIPTS) and has_batch(text) and not _OTHER_STARTERS.search(text)
+
+
+def _holds_batch(text: str) -> bool:
+    """Return whether the table itself has the batch size, not one in it; a faulty one has it where its text does."""
+    try:
+        return "per_device_train_batch_size" in parse_json(text, "the file")
+    except InputError:
+        return '"per_device_train_batch_size"' in text
 
 
 def name_in(option: str, in_file: Mapping[str, str]) -> str:

@@ -30,6 +30,7 @@ _LAUNCHERS = ("torch.", "accelerate.", "deepspeed.")
 _MODULE = re.compile(r"trl\.scripts\.(\w+)")
 _BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
 _FILES = (".yaml", ".yml", ".json")
+_OF_SWIFT = re.compile(r"\bswift[/.]cli[/.]")
 _OVERRIDE_OF_HYDRA = re.compile(r"(\+{0,2}[\w./@]+)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"([a-z]\w*)=(.*)", re.DOTALL)
 
@@ -125,6 +126,8 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
 
 def started_options(program: str, words: Sequence[str], context: LaunchContext) -> tuple[Options, str]:
     """Return (arguments, name) of a program that a command starts, read too where it lies beside the script."""
+    if _OF_SWIFT.search(program) is not None:
+        raise InputError(f"{program} is of ms-swift, whose defaults are its own: start it with swift sft to read it")
     arguments = program_options(words, context)
     beside = program_beside(program, context.folder)
     if beside is None or not trains(beside) or (makes_arguments(beside) and has_batch(" ".join(words))):
