@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -13,12 +14,17 @@ import autoplan
 from autoplan.api.problem import make_problem
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate, stage_costs
-from autoplan.cost.kernels.arithmetic import count_parameters, encoder_parameters, model_flops_per_token
+from autoplan.cost.kernels.arithmetic import (
+    count_parameters,
+    count_trained_parameters,
+    encoder_parameters,
+    model_flops_per_token,
+)
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.blocks import Block
-from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.finetuning import BESIDE_TEXT, FineTuning
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
@@ -198,6 +204,18 @@ def test_operations_of_encoding_an_image_are_those_that_torch_counts(kind: str) 
     auto = transformers.AutoModelForImageTextToText
     excess = image_excess(kind, lambda config: auto.from_config(config, attn_implementation="eager").eval())
     assert excess == pytest.approx(0.0, abs=0.005)
+
+
+def test_what_is_exported_puts_adapters_into_the_text_model_alone() -> None:
+    torch, transformers, peft = (pytest.importorskip(name) for name in ("torch", "transformers", "peft"))
+    config = _short(transformers, "llava")
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+        lora = peft.LoraConfig(r=8, target_modules="all-linear", exclude_modules=BESIDE_TEXT)
+        model = peft.get_peft_model(model, lora)
+    spec = read_huggingface(json.loads(json.dumps(config.to_dict(), default=str)), "llava")
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert count_trained_parameters(spec, FineTuning(rank=8, targets=("all-linear",))) == trained
 
 
 def _priced(model: ModelSpec, plan: ParallelPlan, **options: Any) -> tuple[float, float]:
