@@ -48,7 +48,8 @@ from autoplan.search.sampler import Sampling
 from autoplan.search.sizes import search_sizes
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
-from autoplan.spec.axes import AXIS, SEARCHED, Kind, shown
+from autoplan.spec.axes import AXIS, SEARCHED, shown
+from autoplan.spec.axis import Kind
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch

@@ -41,7 +41,8 @@ from autoplan.launch.targets import exported
 from autoplan.search.axes import WITH_TP, axes_of
 from autoplan.search.flags import ALLOWED
 from autoplan.search.ranking import ranked
-from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES, Axis, Kind
+from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES
+from autoplan.spec.axis import Axis, Kind
 from autoplan.spec.enums import CudaGraphs, Precision, Recompute, RecomputeModule
 from autoplan.spec.lengths import BATCHINGS, Lengths
 from autoplan.spec.model import ModelSpec

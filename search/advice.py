@@ -16,7 +16,8 @@ from autoplan.search.cells import Cell
 from autoplan.search.flags import plain_of
 from autoplan.search.limits import Limits, default_limits
 from autoplan.search.space import Space
-from autoplan.spec.axes import AXIS, SEARCHED, Kind, shown
+from autoplan.spec.axes import AXIS, SEARCHED, shown
+from autoplan.spec.axis import Kind
 from autoplan.spec.enums import Offload, Recompute, Schedule, Sharding
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.problem import Problem

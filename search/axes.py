@@ -12,7 +12,8 @@ from typing import Any
 
 from autoplan.base.units import repetitions
 from autoplan.frameworks.registry import book_of
-from autoplan.spec.axes import AXES, AXIS, Axis, shown
+from autoplan.spec.axes import AXES, AXIS, shown
+from autoplan.spec.axis import Axis
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, check_priced, chunk_layers, even_chunks
 from autoplan.spec.problem import Problem

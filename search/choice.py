@@ -19,7 +19,8 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.spreads import NORMAL_90, Familiarity, component_shares, spread_range
 from autoplan.search.findings import KEPT_WINNERS
 from autoplan.search.ranking import TIE
-from autoplan.spec.axes import SEARCHED, Kind
+from autoplan.spec.axes import SEARCHED
+from autoplan.spec.axis import Kind
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem

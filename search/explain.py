@@ -18,7 +18,8 @@ from autoplan.search.choice import compared
 from autoplan.search.nearest import neighbours
 from autoplan.search.plan_changes import Difference, changes, prices
 from autoplan.search.ranking import TIE, ranked, seconds_per_sequence
-from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, USUAL_SCHEDULES, Kind
+from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, USUAL_SCHEDULES
+from autoplan.spec.axis import Kind
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import AxisChange, Explanation, Neighbour, Versus

@@ -9,7 +9,8 @@ from autoplan.base.errors import InputError
 from autoplan.base.names import close_names, suggestion
 from autoplan.frameworks.common.rules import Rulebook
 from autoplan.search.limits import COUNTS, Limits
-from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
+from autoplan.spec.axes import AXES, AXIS, SEARCHED, shown
+from autoplan.spec.axis import Axis, Kind, Value
 from autoplan.spec.enums import Recompute
 from autoplan.spec.plan import parse_recompute
 

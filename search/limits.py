@@ -12,7 +12,8 @@ from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.part_rules import missing_modules
 from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import parts_of
-from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Value, shown
+from autoplan.spec.axes import AXES, AXIS, SEARCHED, shown
+from autoplan.spec.axis import Axis, Value
 from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec

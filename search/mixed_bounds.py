@@ -27,7 +27,8 @@ from autoplan.search.limits import COUNTS, Limits, divisors
 from autoplan.search.mixed_pipeline_bounds import ROUNDING, PipelineBounds, Ways
 from autoplan.search.space import Space
 from autoplan.search.structures import Equal, Pipelines, Structure, pipelines
-from autoplan.spec.axes import MAX_DEGREE, SEARCHED
+from autoplan.spec.axes import SEARCHED
+from autoplan.spec.axis import MAX_DEGREE
 from autoplan.spec.enums import NARROW_PRECISIONS, Schedule, Sharding
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
 from autoplan.spec.plan import PlanBatch, even_chunks

@@ -17,7 +17,8 @@ from autoplan.search.axes import WITH_TP, axes_of, differing, plan_of, words
 from autoplan.search.layouts import chunk_counts
 from autoplan.search.limits import default_limits, divisors
 from autoplan.search.ranking import ranked, seconds_per_sequence
-from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, SEARCHED, Axis, Kind
+from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, SEARCHED
+from autoplan.spec.axis import Axis, Kind
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem

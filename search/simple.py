@@ -15,7 +15,8 @@ from autoplan.search.choice import is_as_safe
 from autoplan.search.limits import Limits, divisors
 from autoplan.search.plan_changes import Difference, prices, safe_mixes
 from autoplan.search.space import Space
-from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, SEARCHED, Kind
+from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, SEARCHED
+from autoplan.spec.axis import Kind
 from autoplan.spec.enums import Recompute, Schedule, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem

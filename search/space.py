@@ -16,7 +16,8 @@ from autoplan.search.axes import parts_of
 from autoplan.search.cells import DEGREES, Cell, cells_of
 from autoplan.search.layouts import searched_layouts
 from autoplan.search.limits import Limits, divisors
-from autoplan.spec.axes import AXIS, COLUMNS, SEARCHED, Value
+from autoplan.spec.axes import AXIS, COLUMNS, SEARCHED
+from autoplan.spec.axis import Value
 from autoplan.spec.enums import Offload, Recompute, Sharding
 from autoplan.spec.plan import (
     ALL_LAYERS,

@@ -16,7 +16,8 @@ from autoplan.search.axes import axes_of
 from autoplan.search.explain import TYPED
 from autoplan.search.flags import ELSEWHERE, FORBIDDEN_COUNTS, with_flags
 from autoplan.search.limits import Limits
-from autoplan.spec.axes import AXES, AXIS, COLUMNS, LABELS, SEARCHED, Axis, Kind, shown
+from autoplan.spec.axes import AXES, AXIS, COLUMNS, LABELS, SEARCHED, shown
+from autoplan.spec.axis import Axis, Kind
 from autoplan.spec.enums import Offload, Precision, RecomputeModule
 from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced, derived_values
 

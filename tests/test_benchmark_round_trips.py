@@ -26,7 +26,8 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.frameworks.registry import FRAMEWORKS, TARGETS, book_of
 from autoplan.search.ranking import ranked
-from autoplan.spec.axes import AXES, AXIS, SEARCHED, Axis, Kind, Value, shown
+from autoplan.spec.axes import AXES, AXIS, SEARCHED, shown
+from autoplan.spec.axis import Axis, Kind, Value
 from autoplan.spec.enums import (
     ContextParallelKind,
     CrossEntropyFusion,

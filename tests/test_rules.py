@@ -17,7 +17,8 @@ from autoplan.frameworks.nanotron import rules as nanotron
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.frameworks.registry import BOOKS, book_of
 from autoplan.frameworks.torchtitan import rules as torchtitan
-from autoplan.spec.axes import AXES, Axis, Kind, Value, shown, words_of
+from autoplan.spec.axes import AXES, shown, words_of
+from autoplan.spec.axis import Axis, Kind, Value
 from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec

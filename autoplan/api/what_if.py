@@ -16,7 +16,8 @@ from autoplan.base.values import parse_count
 from autoplan.frameworks.registry import book_of
 from autoplan.report.page.content import Control
 from autoplan.report.page.page import page, parts
-from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, Axis, Kind, shown
+from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES, shown
+from autoplan.spec.axis import Axis, Kind
 from autoplan.spec.enums import Recompute
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem

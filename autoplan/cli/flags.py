@@ -10,7 +10,8 @@ import typer
 
 from autoplan.cli import options
 from autoplan.cli.complete import words
-from autoplan.spec.axes import AXES, Axis, Kind, shown
+from autoplan.spec.axes import AXES, shown
+from autoplan.spec.axis import Axis, Kind
 from autoplan.spec.lengths import BATCHINGS
 from autoplan.spec.optimizers import OPTIMIZERS
 from autoplan.spec.preference import LOSSES, REFERENCES

@@ -9,7 +9,8 @@ from autoplan.frameworks.megatron_lm.notation import GRAPH_SCOPES, graphs_of, la
 from autoplan.frameworks.registry import book_of
 from autoplan.runs.recipes import Recipe
 from autoplan.runs.row import MAX_DEGREE, Row
-from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES, Value
+from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
+from autoplan.spec.axis import Value
 from autoplan.spec.enums import (
     ContextParallelKind,
     CrossEntropyFusion,

@@ -6,12 +6,9 @@ frameworks that support it are in the rules and option tables of `autoplan.frame
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
-from typing import Protocol
 
-from autoplan.base.errors import InputError
+from autoplan.spec.axis import MAX_DEGREE, Axis, Kind, Needs
 from autoplan.spec.enums import (
     NARROW_PRECISIONS,
     CodedEnum,
@@ -33,184 +30,10 @@ from autoplan.spec.enums import (
     ReduceType,
     Schedule,
     Sharding,
-    members,
 )
 
-MAX_DEGREE = 10**6
-MAX_TYPED = 9_999_999
 DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = (RecomputeModule.CORE_ATTN,)
 USUAL_SCHEDULES: tuple[Schedule, ...] = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
-
-Value = CodedEnum | bool
-
-
-class Kind(Enum):
-    """Type of the values of an axis."""
-
-    COUNT = "a whole number"
-    FLAG = "on or off"
-    WORD = "a member of an enumeration"
-    LIST = "several values, or none"
-
-
-class Degrees(Protocol):
-    """Anything with the degrees of a plan."""
-
-    @property
-    def tp(self) -> int: ...  # noqa: D102
-    @property
-    def cp(self) -> int: ...  # noqa: D102
-    @property
-    def pp(self) -> int: ...  # noqa: D102
-    @property
-    def ep(self) -> int: ...  # noqa: D102
-    @property
-    def etp(self) -> int: ...  # noqa: D102
-    @property
-    def dp(self) -> int: ...  # noqa: D102
-
-
-class Needs(Enum):
-    """Conditions on the degrees without which an axis has no effect, in the order in which changes are listed."""
-
-    NOTHING = "nothing"
-    EXPERTS = "experts"
-    SPLIT_EXPERTS = "experts, and ranks over which each may be split"
-    SPREAD_EXPERTS = "experts spread over ranks"
-    LATENTS = "latent attention"
-    TENSOR_RANKS = "tp > 1"
-    CONTEXT_RANKS = "cp > 1"
-    STAGES = "pp > 1"
-    STAGES_AND_REPLICAS = "pp > 1 and dp > 1"
-    COPIES = "parameters that several ranks hold"
-
-    @property
-    def order(self) -> int:
-        """The place among the conditions."""
-        return list(Needs).index(self)
-
-    def can_be_met(self, *, has_experts: bool, has_latents: bool) -> bool:
-        """Return whether the axis has an effect for some degrees, given the parts of the model."""
-        if self in (Needs.EXPERTS, Needs.SPLIT_EXPERTS, Needs.SPREAD_EXPERTS):
-            return has_experts
-        return has_latents or self is not Needs.LATENTS
-
-    def are_met(self, degrees: Degrees, *, has_experts: bool, has_latents: bool) -> bool:
-        """Return whether the axis has an effect with these degrees, given the parts of the model."""
-        if not self.can_be_met(has_experts=has_experts, has_latents=has_latents):
-            return False
-        match self:
-            case Needs.SPLIT_EXPERTS:
-                return degrees.tp > 1 or degrees.etp > 1
-            case Needs.SPREAD_EXPERTS:
-                return degrees.ep > 1
-            case Needs.TENSOR_RANKS:
-                return degrees.tp > 1
-            case Needs.CONTEXT_RANKS:
-                return degrees.cp > 1
-            case Needs.STAGES:
-                return degrees.pp > 1
-            case Needs.STAGES_AND_REPLICAS:
-                return degrees.pp > 1 and degrees.dp > 1
-            case Needs.COPIES:
-                return degrees.dp * degrees.cp > 1 or (has_experts and degrees.tp > degrees.ep * degrees.etp)
-            case _:
-                return True
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
-    """Row of the table.  `name` is the name of the field in a plan, a batch and a plan file."""
-
-    name: str
-    kind: Kind
-    help: str  # of its flag in `autoplan estimate`
-    default: object = None  # as in `ParallelPlan`
-    most: int = 10**9  # of a count, in any plan
-    needs: Needs = Needs.NOTHING
-    precisions: tuple[Precision, ...] = tuple(Precision)  # of the products beside which it means something
-    label: str = ""  # on screen, where the name does not say it
-    phrase: str = ""  # of a flag, in the description of a plan in which it is on
-    change: str | None = None  # the change of a plan that holds it, where it is not one by itself; "": none does
-    searched: tuple[Value, ...] = ()  # words or flags that a search tries where the framework offers them, plain first
-    # Values between which the numerics of training do not change: all of them are searched unasked.  None: any.
-    exact: tuple[Value, ...] | None = None
-    # Values in `searched` take no more time or memory the later they stand: a search takes the last that a plan admits.
-    is_monotone: bool = False
-    # Of what few frameworks offer, beyond the default: which, by the names of their rules.
-    offered_by: tuple[str, ...] = ()
-    of_kernels: bool = False  # whether times of kernels depend on it
-    of_memory: bool = True  # whether the memory of a rank depends on it
-    elsewhere: str = ""  # where it is said, if not by --fix
-    flag: str | None = None  # of `autoplan estimate`, where it is not the name with dashes; "": none
-    flag_default: object = ...  # where it is not the default: None follows from other axes
-    metavar: str | None = None
-
-    @property
-    def enum(self) -> type[CodedEnum] | None:
-        """Enumeration of the values of a word axis."""
-        return type(self.default) if isinstance(self.default, CodedEnum) else None
-
-    def can_matter(self, precision: Precision, *, has_experts: bool, has_latents: bool) -> bool:
-        """Return whether the axis can have an effect in this precision and with these parts of a model."""
-        return precision in self.precisions and self.needs.can_be_met(has_experts=has_experts, has_latents=has_latents)
-
-    def usual(self, value: Value) -> tuple[Value, ...]:
-        """Return the values that a search tries by default if `value` is the framework's default."""
-        if self.exact is None:
-            return self.searched
-        return tuple(word for word in self.searched if word in self.exact) if value in self.exact else (value,)
-
-    @property
-    def is_column(self) -> bool:
-        """Return whether a batch has an array with one number per plan for this axis."""
-        return self.kind is not Kind.LIST and self.name != "dp"
-
-    @property
-    def can_be_bounded(self) -> bool:
-        """Return whether a search can limit the axis with --max."""
-        return self.kind is Kind.COUNT and not self.elsewhere
-
-    @property
-    def changed_as(self) -> str:
-        """Name of the plan change that includes this axis."""
-        return self.name if self.change is None else self.change
-
-    @property
-    def spelled(self) -> str:
-        """Flag in `autoplan estimate`; empty if there is none."""
-        return f"--{self.name.replace('_', '-')}" if self.flag is None else self.flag
-
-    def code(self, value: object) -> int:
-        """Return the code of a value in a batch."""
-        return value.code if isinstance(value, CodedEnum) else int(value)  # type: ignore[call-overload]
-
-    def value(self, code: int) -> int | Value:
-        """Return the value of a code in a batch."""
-        if self.enum:
-            return members(self.enum)[code]
-        return bool(code) if self.kind is Kind.FLAG else int(code)
-
-    def word(self, value: Value | str) -> Value:
-        """Return the member of the enumeration that a text names; a flag is what it is."""
-        return self.enum(str(value)) if self.enum else bool(value)
-
-    def parse(self, text: str, option: str) -> int | Value:
-        """Parse a value from `text`; an `InputError` begins with the name of the `option`."""
-        if self.kind is Kind.COUNT:
-            if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_TYPED)) and int(text) >= 1:
-                return int(text)
-            raise InputError(f"{option} {self.name}={text}: must be a whole number from 1 to {MAX_TYPED}")
-        if self.kind is Kind.FLAG:
-            if text in ("on", "off", "true", "false"):
-                return text in ("on", "true")
-            raise InputError(f"{option} {self.name}={text}: must be one of on, off")
-        words = tuple(self.enum or ())
-        for word in words:
-            if word.replace("_", "-") == text.replace("_", "-"):
-                return word
-        raise InputError(f"{option} {self.name}={text}: must be one of {', '.join(words)}")
-
 
 _MEGATRON = ("megatron-lm", "primus")
 _TORCHTITAN = ("torchtitan", "automodel")
@@ -249,9 +72,10 @@ AXES: tuple[Axis, ...] = (
     _flag(name="sp", help="Sequence parallelism, if tp > 1.", needs=Needs.TENSOR_RANKS, label="sequence parallelism",
           flag="--sp/--no-sp", flag_default=True, of_kernels=True),
     _flag(name="tp_overlap", help="Overlap tensor-parallel communication.", needs=Needs.TENSOR_RANKS,
-          label="overlap of tensor-parallel traffic", phrase="TP overlap", searched=(False, True), of_memory=False),
+          label="overlap of tensor-parallel traffic", phrases={True: "TP overlap"}, searched=(False, True),
+          of_memory=False),
     _flag(name="ep_overlap", help="Overlap expert communication with another micro-batch.", needs=Needs.SPREAD_EXPERTS,
-          label="overlap of expert traffic", phrase="EP overlap", offered_by=_MEGATRON, searched=(False, True),
+          label="overlap of expert traffic", phrases={True: "EP overlap"}, offered_by=_MEGATRON, searched=(False, True),
           of_kernels=True, of_memory=False),
     _word(name="dispatcher", help="alltoall, deepep or hybridep.", default=Dispatcher.ALL_TO_ALL,
           needs=Needs.SPREAD_EXPERTS, label="dispatcher of tokens", offered_by=(*_MEGATRON, "automodel"),
@@ -281,85 +105,98 @@ AXES: tuple[Axis, ...] = (
     _word(name="offload_modules",
           help="Inputs of parts of a layer in host memory: core_attn, core_attn+attn_proj, expert_fc1, moe_act ...",
           default=OffloadModules.NONE, label="parts of layers on the host", offered_by=_MEGATRON,
-          elsewhere="searches keep activations on the device: use autoplan estimate", metavar="WHAT"),
+          elsewhere="searches keep activations on the device: use autoplan estimate", metavar="WHAT",
+          phrases={word: f"inputs of {word} on the CPU" for word in OffloadModules if word.code}),
     _word(name="offload_layers", help="Share of the layers whose activations are all in host memory: 1/4, 1/2 or 3/4.",
           default=OffloadLayers.NONE, label="layers on the host", offered_by=_MEGATRON,
-          elsewhere="searches keep activations on the device: use autoplan estimate", metavar="SHARE"),
+          elsewhere="searches keep activations on the device: use autoplan estimate", metavar="SHARE",
+          phrases={word: f"activations of {word} of the layers on the CPU" for word in OffloadLayers if word.code}),
     _word(name="cuda_graphs",
           help="none, router, attn, layer (every part of a layer with static shapes) or full_iteration.",
           default=CudaGraphs.NONE, label="CUDA graphs", offered_by=_MEGATRON,
           searched=(CudaGraphs.NONE, CudaGraphs.ATTENTION, CudaGraphs.LAYER, CudaGraphs.FULL_ITERATION),
-          of_kernels=True, of_memory=False),
+          of_kernels=True, of_memory=False,
+          phrases={CudaGraphs.ROUTER: "CUDA graphs of routers", CudaGraphs.ATTENTION: "CUDA graphs of attention",
+                   CudaGraphs.LAYER: "CUDA graphs of layers", CudaGraphs.FULL_ITERATION: "one CUDA graph"}),
     _word(name="grad_dtype",
           help="Accumulate and reduce gradients in fp32 or bf16; bf16_main: without an fp32 copy for the update.",
           default=GradType.FP32, label="data type of the gradients", offered_by=_WITH_DEEPSPEED,
           searched=tuple(GradType),
-          exact=(), flag_default=None, of_kernels=True),
+          exact=(), flag_default=None, of_kernels=True,
+          phrases={GradType.BF16: "16-bit gradients", GradType.BF16_MAIN: "16-bit main gradients"}),
     _word(name="reduce_dtype",
           help="Communicate gradients in the framework's usual type, in fp32, or in 16 bits (half).",
           default=ReduceType.USUAL, needs=Needs.COPIES, label="data type of the reduction",
-          offered_by=(*_TORCHTITAN, "deepspeed", "fsdp2"), searched=tuple(ReduceType), exact=(), flag_default=None),
+          offered_by=(*_TORCHTITAN, "deepspeed", "fsdp2"), searched=tuple(ReduceType), exact=(), flag_default=None,
+          phrases={ReduceType.FP32: "gradients reduced in fp32", ReduceType.HALF: "gradients reduced in 16 bits"}),
     _word(name="fp8_scaling",
           help="Scales of 8-bit GEMMs: tensorwise, rowwise, blockwise (of 128), or delayed (from past steps).",
           default=Fp8Scaling.TENSORWISE, precisions=(Precision.FP8,), label="scales of 8-bit products",
           offered_by=(*_TORCHTITAN, "fsdp2", "maxtext", *_MEGATRON), searched=tuple(Fp8Scaling), exact=(),
-          flag_default=None, of_kernels=True, of_memory=False),
+          flag_default=None, of_kernels=True, of_memory=False,
+          phrases={Fp8Scaling.ROWWISE: "scales of rows", Fp8Scaling.DELAYED: "scales of past steps",
+                   Fp8Scaling.BLOCKWISE: "scales of blocks"}),
     _flag(name="narrow_params",
           help="Store and gather the weights of low-precision GEMMs in 8 or 4 bits.",
-          precisions=NARROW_PRECISIONS, label="narrow weights", phrase="narrow weights", offered_by=_MEGATRON,
+          precisions=NARROW_PRECISIONS, label="narrow weights", phrases={True: "narrow weights"}, offered_by=_MEGATRON,
           searched=(False, True), exact=(), is_monotone=True, flag_default=None),
     _flag(name="fp8_attention", help="Compute core attention in 8 bits, in addition to the GEMMs.",
-          precisions=NARROW_PRECISIONS, label="attention in 8 bits", phrase="8-bit attention",
+          precisions=NARROW_PRECISIONS, label="attention in 8 bits", phrases={True: "8-bit attention"},
           offered_by=_MEGATRON, searched=(False, True), exact=(), flag_default=None, of_kernels=True, of_memory=False),
     _flag(name="fp8_activation_input", help="Store the input of SwiGLU in 8 bits for the backward pass.",
-          label="input of SwiGLU in 8 bits", phrase="SwiGLU inputs stored in 8 bits", offered_by=_MEGATRON,
+          label="input of SwiGLU in 8 bits", phrases={True: "SwiGLU inputs stored in 8 bits"}, offered_by=_MEGATRON,
           searched=(False, True), exact=(), flag_default=None, of_kernels=True),
     _flag(name="token_dropping",
           help="Give every expert a fixed number of tokens and drop the rest (capacity factor 1).",
-          needs=Needs.EXPERTS, label="dropping of tokens", phrase="dropped tokens", offered_by=_MEGATRON,
+          needs=Needs.EXPERTS, label="dropping of tokens", phrases={True: "dropped tokens"}, offered_by=_MEGATRON,
           searched=(False, True), exact=(), flag_default=None, of_kernels=True),
-    _flag(name="dropout", help="Apply dropout to hidden states and attention scores.", phrase="dropout",
+    _flag(name="dropout", help="Apply dropout to hidden states and attention scores.", phrases={True: "dropout"},
           offered_by=_WITH_DEEPSPEED, searched=(False, True), exact=(), flag_default=None, of_kernels=True),
     _flag(name="router_fusion", help="Use fused kernels for the router.", needs=Needs.EXPERTS,
-          label="fused router", phrase="fused router", offered_by=_MEGATRON, searched=(False, True), is_monotone=True,
-          flag_default=None, of_memory=False),
+          label="fused router", phrases={True: "fused router"}, offered_by=_MEGATRON, searched=(False, True),
+          is_monotone=True, flag_default=None, of_memory=False),
     _flag(name="rope_fusion", help="Use a fused RoPE kernel for latent attention.",
-          needs=Needs.LATENTS, label="fused RoPE", phrase="fused RoPE", offered_by=_MEGATRON,
+          needs=Needs.LATENTS, label="fused RoPE", phrases={True: "fused RoPE"}, offered_by=_MEGATRON,
           searched=(False, True), is_monotone=True, flag_default=None, of_memory=False),
     _flag(name="gradient_accumulation_fusion",
           help="Add up gradients of micro-batches in the GEMMs that compute them, where the framework can.",
           default=True, label="fused accumulation", offered_by=_MEGATRON, searched=(False, True), is_monotone=True,
           flag="--gradient-accumulation-fusion/--no-gradient-accumulation-fusion", flag_default=None, of_kernels=True,
-          of_memory=False),
+          of_memory=False,
+          phrases={False: "unfused accumulation"}),
     _word(name="cross_entropy_fusion",
           help="Kernels of the cross entropy: unfused, native (compiled), or te (Transformer Engine's, in place).",
           default=CrossEntropyFusion.UNFUSED, label="fusion of the cross entropy", offered_by=_MEGATRON,
-          searched=tuple(CrossEntropyFusion), is_monotone=True, flag_default=None, of_kernels=True),
+          searched=tuple(CrossEntropyFusion), is_monotone=True, flag_default=None, of_kernels=True,
+          phrases={word: f"{word} cross entropy" for word in CrossEntropyFusion if word.code}),
     _flag(name="chunked_loss", help="Compute head and loss in 8 pieces, with the logits of one at a time.",
-          label="loss in pieces", phrase="loss in pieces", offered_by=("torchtitan",), searched=(False, True),
+          label="loss in pieces", phrases={True: "loss in pieces"}, offered_by=("torchtitan",), searched=(False, True),
           flag_default=None, of_kernels=True),
     _word(name="main_weights",
           help="Main weights of the optimizer: fp32, remainders (fp32 minus the bf16 weights), fp16 or bf16.",
           default=MainWeights.FP32, label="main weights",
           offered_by=(*_WITH_DEEPSPEED, *_TORCHTITAN, "fsdp2", "accelerate"), searched=tuple(MainWeights),
-          exact=(MainWeights.FP32, MainWeights.REMAINDERS), is_monotone=True, flag_default=None, of_kernels=True),
+          exact=(MainWeights.FP32, MainWeights.REMAINDERS), is_monotone=True, flag_default=None, of_kernels=True,
+          phrases={MainWeights.REMAINDERS: "main weights as remainders", MainWeights.FP16: "fp16 main weights",
+                   MainWeights.BF16: "bf16 main weights"}),
     _word(name="moment_dtype", help="Adam's moments: fp32, bf16 or fp8.", default=MomentType.FP32,
           label="data type of the moments", offered_by=_WITH_DEEPSPEED, searched=tuple(MomentType), exact=(),
-          is_monotone=True, flag_default=None),
+          is_monotone=True, flag_default=None,
+          phrases={MomentType.BF16: "bf16 moments", MomentType.FP8: "fp8 moments"}),
     _flag(name="quantized_gathers", help="Gather weights of zero3 in 8 bits (ZeRO++ qwZ).", needs=Needs.COPIES,
-          label="gathers in 8 bits", phrase="8-bit gathers", offered_by=("deepspeed",), searched=(False, True),
+          label="gathers in 8 bits", phrases={True: "8-bit gathers"}, offered_by=("deepspeed",), searched=(False, True),
           exact=(), flag_default=None),
     _flag(name="quantized_reductions", help="Reduce gradients of zero3 in 4 bits (ZeRO++ qgZ).", needs=Needs.COPIES,
-          label="reductions in 4 bits", phrase="4-bit reductions", offered_by=("deepspeed",), searched=(False, True),
-          exact=(), flag_default=None),
+          label="reductions in 4 bits", phrases={True: "4-bit reductions"}, offered_by=("deepspeed",),
+          searched=(False, True), exact=(), flag_default=None),
     Axis(name="secondary_shard", kind=Kind.COUNT, default=1, most=MAX_DEGREE,
          help="Ranks that share a second copy of zero3's weights, for gathers inside nodes (ZeRO++ hpZ).",
          label="ranks of a second copy", offered_by=("deepspeed",),
          elsewhere="searches keep one copy of the weights: use autoplan estimate", metavar="N"),
     _flag(name="wide_adapters",
           help="Compute fp32 adapters in fp32, without torch.autocast, instead of casting them for the GEMMs.",
-          label="products of adapters in fp32", phrase="adapters multiplied in fp32", offered_by=("accelerate",),
-          searched=(False, True), exact=(), flag_default=None, of_kernels=True),
+          label="products of adapters in fp32", phrases={True: "adapters multiplied in fp32"},
+          offered_by=("accelerate",), searched=(False, True), exact=(), flag_default=None, of_kernels=True),
     _word(name="rank_order", help="tp-cp-ep-dp-pp or tp-cp-ep-pp-dp, innermost first.",
           default=RankOrder.DP_BEFORE_PP, needs=Needs.STAGES_AND_REPLICAS, label="order of the ranks",
           searched=tuple(RankOrder), metavar="ORDER", of_memory=False),

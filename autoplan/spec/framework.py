@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count, check_not_negative, check_positive, listed
-from autoplan.spec.axes import AXIS, Value, offered, shown
+from autoplan.spec.axes import AXIS, offered, shown
+from autoplan.spec.axis import Value
 from autoplan.spec.enums import RankOrder
 from autoplan.spec.plan import ParallelPlan
 

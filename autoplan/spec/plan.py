@@ -14,7 +14,8 @@ from autoplan.base.arrays import Bools, Ints, Rows, distinct_rows
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
 from autoplan.spec import plan_words
-from autoplan.spec.axes import COLUMNS, DEFAULT_RECOMPUTE_MODULES, PARTLY_MEANT, Axis, Kind
+from autoplan.spec.axes import COLUMNS, DEFAULT_RECOMPUTE_MODULES, PARTLY_MEANT
+from autoplan.spec.axis import Axis, Kind
 from autoplan.spec.enums import (
     ContextParallelKind,
     CrossEntropyFusion,

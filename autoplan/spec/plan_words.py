@@ -2,25 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoplan.base.units import counted
 from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES
-from autoplan.spec.enums import (
-    CrossEntropyFusion,
-    CudaGraphs,
-    Dispatcher,
-    Fp8Scaling,
-    GradType,
-    MainWeights,
-    MomentType,
-    OffloadLayers,
-    OffloadModules,
-    RankOrder,
-    ReduceType,
-    Schedule,
-    Sharding,
-)
+from autoplan.spec.enums import Dispatcher, RankOrder, Schedule, Sharding
 
 if TYPE_CHECKING:
     from autoplan.spec.plan import ParallelPlan
@@ -45,32 +31,8 @@ _SHARDING_TERMS = {
     Sharding.ZERO1: "distributed optimizer (ZeRO-1)",
     Sharding.ZERO3: "fully sharded (ZeRO-3)",
 }
-_OPTION_WORDS: dict[str, dict[Any, str]] = {
-    "offload_modules": {word: f"inputs of {word} on the CPU" for word in OffloadModules if word.code},
-    "offload_layers": {word: f"activations of {word} of the layers on the CPU" for word in OffloadLayers if word.code},
-    "cuda_graphs": {
-        CudaGraphs.ROUTER: "CUDA graphs of routers",
-        CudaGraphs.ATTENTION: "CUDA graphs of attention",
-        CudaGraphs.LAYER: "CUDA graphs of layers",
-        CudaGraphs.FULL_ITERATION: "one CUDA graph",
-    },
-    "grad_dtype": {GradType.BF16: "16-bit gradients", GradType.BF16_MAIN: "16-bit main gradients"},
-    "reduce_dtype": {ReduceType.FP32: "gradients reduced in fp32", ReduceType.HALF: "gradients reduced in 16 bits"},
-    "fp8_scaling": {
-        Fp8Scaling.ROWWISE: "scales of rows",
-        Fp8Scaling.DELAYED: "scales of past steps",
-        Fp8Scaling.BLOCKWISE: "scales of blocks",
-    },
-    "gradient_accumulation_fusion": {False: "unfused accumulation"},
-    "cross_entropy_fusion": {word: f"{word} cross entropy" for word in CrossEntropyFusion if word.code},
-    "main_weights": {
-        MainWeights.REMAINDERS: "main weights as remainders",
-        MainWeights.FP16: "fp16 main weights",
-        MainWeights.BF16: "bf16 main weights",
-    },
-    "moment_dtype": {MomentType.BF16: "bf16 moments", MomentType.FP8: "fp8 moments"},
-}
-_PHRASES = tuple((axis.name, axis.phrase) for axis in AXES if axis.phrase)
+_PHRASES_OF_FLAGS = tuple((axis.name, axis.phrases[True]) for axis in AXES if True in axis.phrases)
+_PHRASES = tuple((axis.name, axis.phrases) for axis in AXES if axis.phrases and True not in axis.phrases)
 
 
 def describe(plan: ParallelPlan) -> str:
@@ -93,7 +55,7 @@ def _joined(plan: ParallelPlan, schedule: str, sharding: str, *, has_vp: bool) -
         words.append({"ring": "ring attention", "all_to_all": "all-to-all attention"}[plan.cp_kind])
     if plan.tp > 1 and not plan.sp:
         words.append("no sequence parallelism")
-    words += [phrase for name, phrase in _PHRASES if getattr(plan, name)]
+    words += [phrase for name, phrase in _PHRASES_OF_FLAGS if getattr(plan, name)]
     if plan.ep > 1 and plan.dispatcher != Dispatcher.ALL_TO_ALL:
         words.append({"deepep": "DeepEP", "hybridep": "HybridEP"}[plan.dispatcher])
     if plan.rank_order != RankOrder.DP_BEFORE_PP:
@@ -115,7 +77,7 @@ def _joined(plan: ParallelPlan, schedule: str, sharding: str, *, has_vp: bool) -
         if plan.offload_percent < 100:
             offloaded = f"{plan.offload_percent} % of the {offloaded}"
         words.append(f"{offloaded} on the CPU")
-    words += [text for name, texts in _OPTION_WORDS.items() if (text := texts.get(getattr(plan, name)))]
+    words += [phrases[value] for name, phrases in _PHRASES if (value := getattr(plan, name)) in phrases]
     return ", ".join(words)
 
 

@@ -10,7 +10,8 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
-from autoplan.spec.axes import AXIS, Axis, Kind, Needs, Value, words_of
+from autoplan.spec.axes import AXIS, words_of
+from autoplan.spec.axis import Axis, Kind, Needs, Value
 from autoplan.spec.enums import Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch

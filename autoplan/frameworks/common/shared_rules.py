@@ -7,7 +7,8 @@ import numpy as np
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import ANY_FRAMEWORK, Rule, all_true
 from autoplan.frameworks.common.widths import gemm_widths, kv_groups
-from autoplan.spec.axes import AXIS, Kind, Value
+from autoplan.spec.axes import AXIS
+from autoplan.spec.axis import Kind, Value
 from autoplan.spec.enums import Fp8Scaling, MainWeights, Precision, RankOrder, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.workload import Workload

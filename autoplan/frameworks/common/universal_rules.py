@@ -8,7 +8,8 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
-from autoplan.spec.axes import AXES, Axis, shown
+from autoplan.spec.axes import AXES, shown
+from autoplan.spec.axis import Axis
 from autoplan.spec.enums import MainWeights, MomentType, Offload, Precision, Schedule, Sharding
 from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan import (

@@ -13,8 +13,8 @@ from autoplan.report.page.times import kind_key, kind_segments, or_none
 from autoplan.report.ranking import choice_lines
 from autoplan.report.terminal import MIN_SHOWN_S, term_name
 from autoplan.spec.axes import AXES as ALL_AXES
-from autoplan.spec.axes import Kind
 from autoplan.spec.axes import shown as text_of
+from autoplan.spec.axis import Kind
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.run_report import RunPlan
