@@ -166,7 +166,7 @@ EXPECTED = """    --micro_batch_size 1 --global_batch_size 64
     --overlap_grad_reduce true --overlap_param_gather true
     --recompute_granularity full --recompute_method block --recompute_num_layers 3
     --bf16 true
-    --cross_entropy_loss_fusion false --apply_rope_fusion true
+    --apply_rope_fusion true --cross_entropy_loss_fusion false
 """
 EXPECTED_OF_EXPERTS = """    --micro_batch_size 2 --global_batch_size 64
     --tensor_model_parallel_size 1
@@ -176,8 +176,8 @@ EXPECTED_OF_EXPERTS = """    --micro_batch_size 2 --global_batch_size 64
     --overlap_grad_reduce true
     --bf16 true
     --moe_grouped_gemm true --moe_permute_fusion true --moe_enable_deepep true
-    --cross_entropy_loss_fusion false --apply_rope_fusion true
-    --recompute_granularity none --use_distributed_optimizer false
+    --recompute_granularity none
+    --apply_rope_fusion true --cross_entropy_loss_fusion false --use_distributed_optimizer false
 """
 # Arguments of a plan that it has (swift/megatron/arguments/megatron_args.py, MegatronArguments).
 ARGUMENTS = """
@@ -307,7 +307,7 @@ def test_samples_become_sequences_as_they_were_priced(batching: str) -> None:
 @pytest.mark.parametrize(
     ("plan", "about", "says"),
     [
-        ({"cuda_graphs": "layer"}, {}, "has no option for cuda_graphs 'layer': use 'none'"),
+        ({"cuda_graphs": "layer"}, {}, "has no option for cuda_graphs 'layer': leave it out"),
         ({"rank_order": "tp-cp-ep-pp-dp", "pp": 2}, {}, "no option for rank_order"),
         ({"offload": "optimizer"}, {}, "no option for offload 'optimizer'"),
         ({"dp_replicate": 2}, {}, "no option for dp_replicate 2 with zero1: shard over all"),

@@ -9,17 +9,13 @@ from autoplan.frameworks.megatron_lm.notation import GRAPH_SCOPES, graphs_of, la
 from autoplan.frameworks.registry import book_of
 from autoplan.runs.recipes import Recipe
 from autoplan.runs.row import MAX_DEGREE, Row
-from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
-from autoplan.spec.axis import Value
+from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES
+from autoplan.spec.axis import Kind, Value
 from autoplan.spec.enums import (
     ContextParallelKind,
-    CrossEntropyFusion,
     CudaGraphs,
     Dispatcher,
     Fp8Scaling,
-    GradType,
-    MainWeights,
-    MomentType,
     Offload,
     OffloadLayers,
     Recompute,
@@ -36,6 +32,12 @@ from autoplan.spec.problem import Problem
 # (Megatron-Bridge v0.2.0 to v0.5.0, scripts/performance/utils/utils.py, WorkloadBaseConfig); for a row without a quoted
 # recipe, the recipes of its framework apply.
 CHOSEN_FOR_EXPERTS = {"cuda_graph", "dispatcher", "ep_overlap", "recompute_modules"}
+
+
+# Options of plans that a row may state by their names; others are read with what they depend on.
+STATED = frozenset(axis.name for axis in AXES if axis.offered_by and axis.kind in (Kind.FLAG, Kind.WORD)) - {
+    *("dispatcher", "ep_overlap", "cuda_graphs", "token_dropping", "offload_layers", "fp8_attention", "chunked_loss"),
+}
 
 
 def _graphs(row: Row, model: ModelSpec, usual: CudaGraphs) -> CudaGraphs:
@@ -142,33 +144,30 @@ def _offload_layers(row: Row, model: ModelSpec) -> OffloadLayers:
     return nearest
 
 
-def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[str, Value]:
+def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[str, int | Value]:
     """Return the row's choices, with the framework's defaults for the others."""
     narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
     narrow_params = problem.framework.choice("narrow_params") and problem.training.precision not in recipe.wide_params
     keeps_dropout = recipe.keeps_gpt_dropout and problem.model.position_embedding == "learned"
-    chosen: dict[str, Value] = {
-        "dropout": row.option("dropout", bool(problem.framework.choice("dropout")) or keeps_dropout),
+    chosen: dict[str, int | Value] = {
+        "dropout": bool(problem.framework.choice("dropout")) or keeps_dropout,
         "narrow_params": row.option("fp8_params", bool(narrow_params)),
         "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
-        "fp8_activation_input": row.option("fp8_activation_input", False),
     }
     # Megatron-FSDP of recipes (Megatron-Bridge 067f987, perf_recipes/llama/gb200/llama3.py).
     if problem.framework.rules == "megatron-lm" and sharding in (Sharding.ZERO2, Sharding.ZERO3):
         chosen["gradient_accumulation_fusion"] = False
     if (named := row.options().get("fp8_recipe", "")) in tuple(Fp8Scaling):
         chosen["fp8_scaling"] = Fp8Scaling(named)
-    for name, words in (
-        ("cross_entropy_fusion", CrossEntropyFusion),
-        ("grad_dtype", GradType),
-        ("main_weights", MainWeights),
-        ("moment_dtype", MomentType),
-    ):
-        if named := row.options().get(name, ""):
-            chosen[name] = enum_value(name, words, named)
     if recipe.routes_unfused_alltoall and _named_dispatcher(row, recipe) == Dispatcher.ALL_TO_ALL:
         chosen |= {"router_fusion": False, "rope_fusion": False}
-    return chosen
+    return chosen | _stated(row)
+
+
+def _stated(row: Row) -> dict[str, int | Value]:
+    """Return the options that a row states by the names that plans have for them; 0 and 1 are off and on."""
+    texts = {name: {"0": "off", "1": "on"}.get(text, text) for name, text in row.options().items() if name in STATED}
+    return {name: AXIS[name].parse(text, "option") for name, text in texts.items()}
 
 
 def _context_kind(framework: Framework) -> ContextParallelKind:

@@ -16,7 +16,7 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
 from autoplan.runs.recipes import Recipe
 from autoplan.runs.row import Row
-from autoplan.runs.row_plan import plan_of
+from autoplan.runs.row_plan import STATED, plan_of
 from autoplan.runs.row_problem import problem_of, recipe_of
 from autoplan.runs.table import read_rows
 from autoplan.spec.calibration import Calibration
@@ -30,20 +30,14 @@ READ_OPTIONS = {
     "activation_offload_layers",
     "chunked_loss",
     "cluster",
-    "cross_entropy_fusion",
     "cuda_graph",
     "dense_layers",
     "dispatcher",
-    "dropout",
     "ep_overlap",
     "finetune",
-    "fp8_activation_input",
     "fp8_attention",
     "fp8_params",
-    "grad_dtype",
     "grad_reduce_overlap",
-    "main_weights",
-    "moment_dtype",
     "offload",
     "optimizer",
     "param_gather_overlap",
@@ -89,7 +83,7 @@ def _run(cells: dict[str, str]) -> Run:
         row.filled.extend(
             f"{name}={value} left out"
             for name, value in row.options().items()
-            if name not in READ_OPTIONS | _read_under(row, recipe)
+            if name not in READ_OPTIONS | STATED | _read_under(row, recipe)
         )
         input_bound = row.has("input_bound") and row.flag("input_bound", False)
         refusal = _refused_by_framework(problem, plan, recipe)

@@ -27,6 +27,7 @@ class Option:
     _: KW_ONLY
     names: Mapping[str, str] = field(default_factory=dict)
     is_switch: bool = False
+    is_on: bool = False  # a switch that is on unless a file turns it off
 
     def name(self, notation: str) -> str:
         """Return the name in a version or notation; a name that ends in a dot is the section that holds the key."""
@@ -106,7 +107,8 @@ def switch(key: str, field: str, default: Any = False, *, on: Any = True, off: A
     def decoded(source: Options, name: str, base: Any) -> Any:
         return on if source.flag(name, base == on) else off
 
-    return Row(key, field, default, is_switch=True, encode=lambda value: value == on, decode=decoded, **extra)
+    extra = {"is_switch": True, "is_on": default == on, "encode": lambda value: value == on} | extra
+    return Row(key, field, default, decode=decoded, **extra)
 
 
 def word(key: str, field: str, default: Any, meanings: Mapping[Any, Any], **extra: Any) -> Row:

@@ -7,7 +7,7 @@ import numpy as np
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import ANY_FRAMEWORK, Rule, all_true
 from autoplan.frameworks.common.widths import gemm_widths, kv_groups
-from autoplan.spec.axes import AXIS
+from autoplan.spec.axes import AXIS, offered
 from autoplan.spec.axis import Kind, Value
 from autoplan.spec.enums import Fp8Scaling, MainWeights, Precision, RankOrder, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -27,6 +27,12 @@ def only(axis: str, *values: Value | int, why: str, source: str = ANY_FRAMEWORK)
         return np.logical_or.reduce([getattr(batch, axis) == code for code in codes])
 
     return Rule(source=source, holds=holds, text=text)
+
+
+def no_options_but(taken: tuple[str, ...], rules: str, source: str) -> tuple[Rule, ...]:
+    """Return the rules that plans leave out what few frameworks offer, under these `rules`, but the options `taken`."""
+    left_out = (AXIS[name] for name in offered(rules) if name not in taken)
+    return tuple(only(axis.name, axis.default, why="leave it out", source=source) for axis in left_out)  # type: ignore[arg-type]
 
 
 def whole_kv_heads(source: str) -> Rule:

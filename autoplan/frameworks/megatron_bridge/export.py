@@ -15,9 +15,9 @@ from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.rules import Rule, check_limits
 from autoplan.frameworks.megatron_bridge.tuning import peft_lines, refused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
-from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
+from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS, PLAN
 from autoplan.frameworks.megatron_lm.rules import RULES
-from autoplan.frameworks.megatron_lm.table import arguments_of
+from autoplan.frameworks.megatron_lm.table import BRIDGE, arguments_of, rows
 from autoplan.spec.blocks import Block
 from autoplan.spec.enums import (
     NARROW_PRECISIONS,
@@ -168,7 +168,6 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
     table |= {"tokenizer.tokenizer_model": None, "tokenizer.vocab_size": arguments["vocab_size"]}
     table["model.add_bias_linear"] = True
     table["model.share_embeddings_and_output_weights"] = model.tied_embeddings
-    table["model.sequence_parallel"] = plan.sp
     for name, value in arguments.items():
         if name in _ELSEWHERE or name in _OVERLAPS or name in ("seq_length", "untie_embeddings_and_output_weights"):
             continue
@@ -179,8 +178,10 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
         table["model.moe_layer_freq"] = [int(Block.MOE in layer) for layer in model.layers]
     if model.clamped_activation:
         table["model.gated_linear_unit"] = True
-    if model.moe:
-        table["model.moe_router_fusion"] = plan.router_fusion
+    for row in rows(PLAN):  # its recipes and providers have defaults of their own
+        is_of_model = row.is_switch and BRIDGE not in row.names and row.key not in _OVERLAPS
+        if is_of_model and (value := row.value(plan_file)) is not None:
+            table[f"model.{row.key}"] = value
     if model.mla or model.position_embedding == "rope":
         table["model.apply_rope_fusion"] = plan.rope_fusion or not model.mla
     is_sharded = plan.sharding != "none"
@@ -221,9 +222,9 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     places = ("model", "train", "dataset", "tokenizer", "ddp", "dist", "optimizer", "rng")
     order = (*places, "rerun_state_machine", "checkpoint")
     ordered = sorted(table.items(), key=lambda item: order.index(item[0].partition(".")[0]))
-    for section, rows in groupby(ordered, key=lambda item: item[0].partition(".")[0]):
+    for section, items in groupby(ordered, key=lambda item: item[0].partition(".")[0]):
         lines += [] if section == "model" else [""]
-        lines += [f"cfg.{path} = {_written(path, value)}" for path, value in rows]
+        lines += [f"cfg.{path} = {_written(path, value)}" for path, value in items]
     return [
         *lines,
         "",

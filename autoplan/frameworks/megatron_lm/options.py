@@ -270,14 +270,6 @@ def _read_rope(reading: Reading) -> Fields:
     return {"rope_fusion": is_fused}
 
 
-def _write_accumulation(file: PlanFile) -> dict[str, Value]:
-    return {} if file.best.plan.gradient_accumulation_fusion else {"no_gradient_accumulation_fusion": True}
-
-
-def _read_accumulation(reading: Reading) -> Fields:
-    return {"gradient_accumulation_fusion": reading.arguments.flag("gradient_accumulation_fusion", True)}
-
-
 def _write_loss(file: PlanFile) -> dict[str, Value]:
     fusion = file.best.plan.cross_entropy_fusion
     is_fused = fusion != CrossEntropyFusion.UNFUSED
@@ -327,11 +319,11 @@ PLAN: tuple[Line, ...] = (
                 companions=switches("moe_pad_expert_input_to_capacity")),
         switch("moe_router_fusion", "router_fusion", when=_has_experts),
     ),
-    (Special("apply_rope_fusion", _write_rope, _read_rope, is_switch=True),),
+    (Special("apply_rope_fusion", _write_rope, _read_rope, is_switch=True, is_on=True),),
     (
         Special("cross_entropy_loss_fusion", _write_loss, _read_loss, is_switch=True,
                 companions=valued("cross_entropy_fusion_impl")),
-        Special("gradient_accumulation_fusion", _write_accumulation, _read_accumulation, is_switch=True),
+        switch("gradient_accumulation_fusion", "gradient_accumulation_fusion", True),
     ),
     *SHARDING,
     (

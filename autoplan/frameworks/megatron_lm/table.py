@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autoplan.frameworks.common.option_table import Fields, Option, Row, Value
@@ -99,8 +99,10 @@ def flat(options: Iterable[Option]) -> Iterator[Option]:
 
 
 def written(option: Option, plan_file: PlanFile) -> dict[str, Value]:
-    """Return the options written by a row; switches that are on are True."""
+    """Return the options written by a row; switches that are on are True, and those turned off begin with "no"."""
     values = option.write(plan_file) if isinstance(option, Special) else table_written((option,), plan_file)
+    if option.is_on and isinstance(option, Row):
+        return {} if values.get(option.key, True) else {f"no_{option.key}": True}
     return {key: value for key, value in values.items() if value is not None and value is not False}
 
 
@@ -127,6 +129,14 @@ def arguments_of(parts: Iterable[Part], plan_file: PlanFile) -> dict[str, Value]
             key, is_on = argument_of(name, () if value is True else ("",))
             result[key] = is_on if value is True else typed(value)
     return result
+
+
+def switched_otherwise(
+    lines: Iterable[Line], defaults: Mapping[str, Value], arguments: Mapping[str, Value]
+) -> dict[str, Value]:
+    """Return the switches that a plan leaves as Megatron-LM has them, where the `defaults` of a program are others."""
+    switches = (option for line in lines for option in line if option.is_switch and option.key not in arguments)
+    return {option.key: option.is_on for option in switches if defaults.get(option.key, option.is_on) != option.is_on}
 
 
 def read_lines(lines: Iterable[Line], reading: Reading, base: object | None = None) -> None:

@@ -9,27 +9,15 @@ from autoplan.base.errors import refuse
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, Line, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value
 from autoplan.frameworks.common.rules import Rule, all_true, check_limits
-from autoplan.frameworks.common.shared_rules import only
+from autoplan.frameworks.common.shared_rules import no_options_but, only
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
 from autoplan.frameworks.megatron_bridge.tuning import refused_of_fused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
-from autoplan.frameworks.megatron_lm.table import Part, arguments_of
-from autoplan.frameworks.ms_swift.options import BATCHINGS, MEGATRON_NAMES, NOT_ITS, WRITTEN_NAMES
-from autoplan.spec.enums import (
-    CodedEnum,
-    CrossEntropyFusion,
-    CudaGraphs,
-    Dispatcher,
-    GradType,
-    Offload,
-    OffloadLayers,
-    OffloadModules,
-    Precision,
-    RankOrder,
-    Sharding,
-)
+from autoplan.frameworks.megatron_lm.table import Part, arguments_of, switched_otherwise
+from autoplan.frameworks.ms_swift.options import BATCHINGS, MEGATRON_DEFAULTS, MEGATRON_NAMES, NOT_ITS, WRITTEN_NAMES
+from autoplan.spec.enums import CodedEnum, Dispatcher, GradType, Offload, Precision, RankOrder, Sharding
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching
 from autoplan.spec.model import ModelSpec
@@ -84,27 +72,18 @@ def _plan(part: Part, plan_file: PlanFile) -> list[dict[str, Value]]:
     lines = [arguments_of([Part(part.name, part.note, (line,))], plan_file) for line in part.lines]
     tables = [{name: value for name, value in line.items() if name not in NOT_ITS} for line in lines]
     written = {name for table in tables for name in table}
-    silent = {"recompute_granularity": "none", "use_distributed_optimizer": False}
-    silent = {name: value for name, value in silent.items() if name not in written}
-    return [*tables, _experts(plan_file), _kernels(plan_file), silent]
+    silent: dict[str, Value] = {} if "recompute_granularity" in written else {"recompute_granularity": "none"}
+    switches = switched_otherwise(part.lines, MEGATRON_DEFAULTS, arguments_of([part], plan_file))
+    return [*tables, _layers(plan_file), silent, switches]
 
 
-def _experts(plan_file: PlanFile) -> dict[str, Value]:
-    """Return the expert arguments that Megatron-LM's exporter writes with the model options."""
-    if plan_file.model.moe is None:
-        return {}
-    takes_deepep = plan_file.best.plan.dispatcher == Dispatcher.DEEPEP
-    table = {"moe_grouped_gemm": True, "moe_permute_fusion": True}
-    return table | ({"moe_enable_deepep": True} if takes_deepep else {})
-
-
-def _kernels(plan_file: PlanFile) -> dict[str, Value]:
-    """Return the kernels that differ from its defaults, and the layers that a checkpoint does not define."""
-    model = plan_file.model
-    is_fused = plan_file.best.plan.cross_entropy_fusion != CrossEntropyFusion.UNFUSED
-    table: dict[str, Value] = {"cross_entropy_loss_fusion": is_fused}
-    if model.mla is None or plan_file.best.plan.rope_fusion:
-        table["apply_rope_fusion"] = True
+def _layers(plan_file: PlanFile) -> dict[str, Value]:
+    """Return what Megatron-LM's exporter writes with the model, and the layers that a checkpoint does not define."""
+    model, table = plan_file.model, dict[str, Value]()
+    if model.moe is not None:
+        table |= {"moe_grouped_gemm": True, "moe_permute_fusion": True}
+    if plan_file.best.plan.dispatcher == Dispatcher.DEEPEP:
+        table["moe_enable_deepep"] = True
     if model.attention_sinks:  # model/utils.py:17
         table["attention_backend"] = "fused"
     if model.num_mtp_layers:
@@ -148,17 +127,15 @@ def _only(axis: str, *words: CodedEnum) -> Rule:
     return only(axis, *words, why=f"use {' or '.join(map(repr, words))}", source=_ARGUMENTS)
 
 
+_TAKEN = (
+    *("dispatcher", "rope_fusion", "gradient_accumulation_fusion", "cross_entropy_fusion", "token_dropping"),
+    *("fp8_scaling", "narrow_params", "grad_dtype", "main_weights", "moment_dtype"),
+)
 LIMITS = (
-    _only("cuda_graphs", CudaGraphs.NONE),
     _only("dispatcher", Dispatcher.ALL_TO_ALL, Dispatcher.DEEPEP),
     _only("rank_order", RankOrder.DP_BEFORE_PP),
     _only("offload", Offload.NONE),
-    _only("offload_modules", OffloadModules.NONE),
-    _only("offload_layers", OffloadLayers.NONE),
-    *(
-        only(axis, False, why="export for megatron-lm or megatron-bridge, or plan without it", source=_ARGUMENTS)
-        for axis in ("router_fusion", "ep_overlap", "fp8_attention", "dropout")
-    ),
+    *no_options_but(_TAKEN, "megatron-lm", _ARGUMENTS),
     Rule(
         source="utils/megatron_lm_utils.py:70",
         holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),

@@ -9,26 +9,25 @@ from autoplan.base.errors import refuse
 from autoplan.frameworks.common.job import Job, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value
 from autoplan.frameworks.common.rules import Rule, check_limits
-from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, only
+from autoplan.frameworks.common.shared_rules import USUAL_RANK_ORDER, no_options_but, only
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
 from autoplan.frameworks.megatron_bridge.tuning import refused_of_fused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
-from autoplan.frameworks.megatron_lm.table import arguments_of
-from autoplan.frameworks.verl.options import DDP, DTYPE, DYNAMIC, ELSEWHERE, LENGTH, OPTIMIZER, TRANSFORMER, place_of
-from autoplan.spec.enums import (
-    CrossEntropyFusion,
-    CudaGraphs,
-    GradType,
-    MainWeights,
-    MomentType,
-    Offload,
-    OffloadLayers,
-    OffloadModules,
-    Precision,
-    Sharding,
+from autoplan.frameworks.megatron_lm.table import arguments_of, switched_otherwise
+from autoplan.frameworks.verl.options import (
+    DDP,
+    DEFAULTS,
+    DTYPE,
+    DYNAMIC,
+    ELSEWHERE,
+    LENGTH,
+    OPTIMIZER,
+    TRANSFORMER,
+    place_of,
 )
+from autoplan.spec.enums import GradType, MainWeights, MomentType, Offload, Precision, Sharding
 from autoplan.spec.plan_file import PlanFile
 
 NAME = "verl"
@@ -41,6 +40,7 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     *_, plan_part = checked_parts(plan_file, NAME, RULES, OF_MEGATRON)
     _check(plan_file)
     plan = arguments_of([plan_part], plan_file)
+    plan |= switched_otherwise(plan_part.lines, DEFAULTS, plan)
     settings = {place_of(name): value for name, value in plan.items() if name not in ELSEWHERE}
     return Job(
         framework=NAME,
@@ -89,7 +89,6 @@ def _plan(settings: dict[str, Value], plan_file: PlanFile) -> dict[str, Value]:
         DTYPE: "float16" if plan.precision == Precision.FP16 else "bfloat16",
         **settings,
         "engine.sequence_parallel": plan.sp,
-        "engine.use_distributed_optimizer": plan.sharding != Sharding.NONE,
     }
     if plan.vp > 1:  # required in addition to a layout
         written["engine.virtual_pipeline_model_parallel_size"] = plan.vp
@@ -97,8 +96,6 @@ def _plan(settings: dict[str, Value], plan_file: PlanFile) -> dict[str, Value]:
         written[f"{OPTIMIZER}.overlap_param_gather"] = settings[overlap]
     if model.moe is not None:
         written |= {f"{TRANSFORMER}.moe_grouped_gemm": True, f"{TRANSFORMER}.moe_permute_fusion": True}
-    written[f"{TRANSFORMER}.gradient_accumulation_fusion"] = plan.gradient_accumulation_fusion
-    written[f"{TRANSFORMER}.apply_rope_fusion"] = model.mla is None or plan.rope_fusion
     if model.num_mtp_layers:
         written |= {"model.mtp.enable": True, "model.mtp.enable_train": True}
     return written
@@ -120,23 +117,21 @@ def _training(plan_file: PlanFile) -> dict[str, Value]:
 
 # -- what the target does not support ---------------------------------------------------------------------------------
 
+_TAKEN = (
+    *("dispatcher", "offload_percent", "rope_fusion", "gradient_accumulation_fusion"),
+    *("grad_dtype", "main_weights", "moment_dtype"),
+)
 LIMITS = (
     USUAL_RANK_ORDER,
     only("precision", Precision.BF16, Precision.FP16, why="use bf16 or fp16", source="workers/config/engine.py"),
     only("sharding", Sharding.NONE, Sharding.ZERO1, why="use none or zero1", source=_ENGINE),
-    only("cuda_graphs", CudaGraphs.NONE, why="its micro-batches have unlike shapes", source=_ENGINE),
     only("offload", Offload.NONE, Offload.OPTIMIZER, why="use optimizer", source=_ENGINE),
-    only("offload_modules", OffloadModules.NONE, why="leave it out", source=_ENGINE),
-    only("cross_entropy_fusion", CrossEntropyFusion.UNFUSED, why="leave it out", source=_ENGINE),
-    only("offload_layers", OffloadLayers.NONE, why="leave it out", source=_ENGINE),
     # The data type of main weights in the precision-aware optimizer is fixed (utils/megatron/optimizer.py:185).
     only("main_weights", MainWeights.FP32, MainWeights.REMAINDERS, why="use fp32", source=_ENGINE),
     only("moment_dtype", MomentType.FP32, MomentType.BF16, why="use bf16", source="workers/config/optimizer.py"),
     only("grad_dtype", GradType.FP32, GradType.BF16_MAIN, why="use fp32 or bf16_main", source=_ENGINE),
-    *(
-        only(axis, False, why="export for megatron-lm or megatron-bridge, or plan without it", source=_ENGINE)
-        for axis in ("tp_overlap", "ep_overlap", "dropout", "fp8_attention", "token_dropping", "router_fusion")
-    ),
+    only("tp_overlap", False, why="leave it out", source=_ENGINE),
+    *no_options_but(_TAKEN, "megatron-lm", _ENGINE),
     Rule(
         source=_ENGINE,
         holds=lambda s, b: (b.dp_replicate == 1) | (b.sharding == Sharding.NONE.code),
