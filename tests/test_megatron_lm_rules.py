@@ -124,7 +124,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "aligned tokens": (DENSE, plan_of(precision="mxfp8"), 4104),
     "gathers in 8 bits": (DENSE, plan_of(dp_shard=8, sharding="zero3", quantized_gathers=True), 4096),
     "reductions in 4 bits": (DENSE, plan_of(dp_shard=8, sharding="zero3", quantized_reductions=True), 4096),
-    "loss in pieces": (DENSE, plan_of(chunked_loss=True), 4096),
+    "loss in pieces": (DENSE, plan_of(chunked_loss="chunks"), 4096),
     "a second copy": (DENSE, plan_of(dp_shard=8, sharding="zero3", secondary_shard=2), 4096),
 }
 

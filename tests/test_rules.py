@@ -110,8 +110,13 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (DENSE, plan_of(precision="mxfp8"), 4104, "mxfp8 needs the 4104 tokens"),
             (replace(DENSE, ffn_size=14400), plan_of(precision="nvfp4"), 4096, "divisible by 128, with tp 1"),
             (replace(MOE, num_mtp_layers=1), plan_of(pp=2), 4096, "multi-token prediction with pp 2 and cp 1"),
-            (replace(MOE, num_mtp_layers=1), plan_of(chunked_loss=True), 4096, "chunked_loss with multi-token"),
-            (DENSE, plan_of(chunked_loss=True), 4100, "chunked_loss needs the tokens of a micro-batch divisible by 8"),
+            (replace(MOE, num_mtp_layers=1), plan_of(chunked_loss="chunks"), 4096, "chunked_loss with multi-token"),
+            (
+                DENSE,
+                plan_of(chunked_loss="chunks"),
+                4100,
+                "chunked_loss needs the tokens of a micro-batch divisible by 8",
+            ),
         ),
     ),
     "pytorch-fsdp": (

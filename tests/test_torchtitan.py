@@ -87,7 +87,7 @@ PLANS: dict[str, PlanFile] = {
     "experts of tensors": titan(QWEN_MOE, tp=2, sp=True, etp=2, dp_shard=8),
     "latent": titan(DEEP, tp=2, sp=True, pp=2, vp=2, schedule="interleaved", ep=16, dp_shard=16, precision="fp8"),
     "prediction": titan(replace(DEEP, num_mtp_layers=1), ep=8, dp_shard=8),
-    "loss in pieces": titan(tp=2, sp=True, dp_shard=4, chunked_loss=True),
+    "loss in pieces": titan(tp=2, sp=True, dp_shard=4, chunked_loss="chunks"),
     "sinks": titan(SINKS, ep=4, cp=2, dp_shard=4),
     "adapters": tuned(FineTuning(rank=8, targets=("all-linear",)), tp=2, sp=True, dp_shard=4),
     "adapters of some": tuned(FineTuning(rank=4, alpha=4, targets=("q_proj", "k_proj", "v_proj")), QWEN, dp_shard=8),
@@ -230,14 +230,21 @@ def test_run_train_sh_starts_the_config_that_is_named() -> None:
     assert launch.training.seq_len == 8192
     assert launch.training.fused_norm is False
     assert launch.plan == ParallelPlan(
-        dp_shard=8, sharding="zero3", recompute="selective", global_batch=8, chunked_loss=True
+        dp_shard=8, sharding="zero3", recompute="selective", global_batch=8, chunked_loss="chunks"
     )
 
 
 def test_the_slurm_script_starts_four_nodes() -> None:
     launch = public("TORCHTITAN_DIR", "multinode_trainer.slurm", variables=(("CONFIG", "llama3_70b"),))
     assert launch.plan == ParallelPlan(
-        tp=8, sp=True, dp_shard=4, sharding="zero3", recompute="full", micro_batch=8, global_batch=32, chunked_loss=True
+        tp=8,
+        sp=True,
+        dp_shard=4,
+        sharding="zero3",
+        recompute="full",
+        micro_batch=8,
+        global_batch=32,
+        chunked_loss="chunks",
     )
     assert launch.model == load_model("llama3.1-70b")
 
@@ -249,7 +256,7 @@ def test_a_function_of_a_registry_is_followed_to_the_one_that_it_changes() -> No
     assert launch.model == replace(load_model("deepseek-v3"), num_mtp_layers=0)
     assert (launch.plan.ep, launch.plan.dp_shard, launch.plan.precision) == (2, 256, "fp8")
     assert (launch.plan.micro_batch, launch.training.seq_len, launch.plan.recompute) == (4, 4096, "selective")
-    assert launch.plan.chunked_loss
+    assert launch.plan.chunked_loss == "chunks"
 
 
 def test_several_functions_of_a_registry_ask_for_a_name() -> None:
@@ -396,7 +403,7 @@ def test_a_command_line_changes_its_config() -> None:
         recompute="full",
         micro_batch=2,
         global_batch=32,
-        chunked_loss=True,
+        chunked_loss="chunks",
     )
     options = {"training.local_batch_size", "training.enable_cpu_offload", "parallelism.wonder"}
     assert {option.option for option in launch.unread} == options

@@ -12,6 +12,7 @@ from autoplan.runs.row import MAX_DEGREE, Row
 from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.axis import Kind, Value
 from autoplan.spec.enums import (
+    ChunkedLoss,
     ContextParallelKind,
     CudaGraphs,
     Dispatcher,
@@ -36,7 +37,7 @@ CHOSEN_FOR_EXPERTS = {"cuda_graph", "dispatcher", "ep_overlap", "recompute_modul
 
 # Options of plans that a row may state by their names; others are read with what they depend on.
 STATED = frozenset(axis.name for axis in AXES if axis.offered_by and axis.kind in (Kind.FLAG, Kind.WORD)) - {
-    *("dispatcher", "ep_overlap", "cuda_graphs", "token_dropping", "offload_layers", "fp8_attention", "chunked_loss"),
+    *("dispatcher", "ep_overlap", "cuda_graphs", "token_dropping", "offload_layers", "fp8_attention"),
 }
 
 
@@ -165,8 +166,13 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[s
 
 
 def _stated(row: Row) -> dict[str, int | Value]:
-    """Return the options that a row states by the names that plans have for them; 0 and 1 are off and on."""
+    """Return the options that a row states by the names that plans have for them; 0 and 1 are off and on.
+
+    A loss in pieces of which nothing more is said is Liger's.
+    """
     texts = {name: {"0": "off", "1": "on"}.get(text, text) for name, text in row.options().items() if name in STATED}
+    if (name := "chunked_loss") in texts:
+        texts[name] = {"off": ChunkedLoss.NONE, "on": ChunkedLoss.LIGER}.get(texts[name], texts[name])
     return {name: AXIS[name].parse(text, "option") for name, text in texts.items()}
 
 

@@ -44,8 +44,6 @@ NOT_IN_COLUMNS = (
     "mlp_bias",
     "position_embedding",
 )
-# Of a loss that takes the head's product in pieces, per logit: as that of `deepspeed-zero`.
-CHUNKED_LOSS_BYTES = 0.5
 SAME_MEMORY = 0.15  # tables round a device's memory: 192 GiB for 180 of a B200, 186 of a GB200; 94 is a rare H100's
 SAME_RATE = 0.02  # nominal rates of one link are told rounded
 SLOWEST_NIC_BYTES_PER_S = 10e9  # slowest in GPU nodes; EDR and 100 Gb/s Ethernet have 12.5
@@ -65,8 +63,6 @@ def recipe_of(row: Row) -> Recipe:
 def problem_of(row: Row, recipe: Recipe) -> Problem:
     """Return the problem of a row; UnpricedError if a cell cannot be read or has an unknown name."""
     framework = recipe.software()
-    if row.option("chunked_loss", False):
-        framework = framework.changed(bytes_per_logit=min(CHUNKED_LOSS_BYTES, framework.memory.bytes_per_logit))
     if recipe.is_similar:
         row.filled.append(f"framework treated as {recipe.framework}")
     attention = row.word("attention", get_args(Attention), recipe.attention)

@@ -28,7 +28,6 @@ from autoplan.spec.problem import Problem
 # Recipe options that are represented in a problem or its plan.
 READ_OPTIONS = {
     "activation_offload_layers",
-    "chunked_loss",
     "cluster",
     "cuda_graph",
     "dense_layers",

@@ -11,6 +11,7 @@ from functools import partial
 from autoplan.spec.axis import MAX_DEGREE, Axis, Kind, Needs
 from autoplan.spec.enums import (
     NARROW_PRECISIONS,
+    ChunkedLoss,
     CodedEnum,
     ContextParallelKind,
     CrossEntropyFusion,
@@ -169,9 +170,12 @@ AXES: tuple[Axis, ...] = (
           default=CrossEntropyFusion.UNFUSED, label="fusion of the cross entropy", offered_by=_MEGATRON,
           searched=tuple(CrossEntropyFusion), is_monotone=True, flag_default=None, of_kernels=True,
           phrases={word: f"{word} cross entropy" for word in CrossEntropyFusion if word.code}),
-    _flag(name="chunked_loss", help="Compute head and loss in 8 pieces, with the logits of one at a time.",
-          label="loss in pieces", phrases={True: "loss in pieces"}, offered_by=("torchtitan",), searched=(False, True),
-          flag_default=None, of_kernels=True),
+    _word(name="chunked_loss",
+          help="Compute head and loss in pieces: none, chunks (8), liger or cut (fused linear cross entropy).",
+          default=ChunkedLoss.NONE, label="loss in pieces", offered_by=("torchtitan", "accelerate"),
+          searched=tuple(ChunkedLoss), flag_default=None, of_kernels=True,
+          phrases={ChunkedLoss.CHUNKS: "loss in pieces", ChunkedLoss.LIGER: "Liger's loss",
+                   ChunkedLoss.CUT: "cut cross entropy"}),
     _word(name="main_weights",
           help="Main weights of the optimizer: fp32, remainders (fp32 minus the bf16 weights), fp16 or bf16.",
           default=MainWeights.FP32, label="main weights",

@@ -204,6 +204,20 @@ class CrossEntropyFusion(CodedEnum):
     TE = "te"
 
 
+class ChunkedLoss(CodedEnum):
+    """Pieces of a micro-batch in which head and loss are computed, so that its logits never stand all at once.
+
+    chunks: 8 pieces (torchtitan's ChunkedLossWrapper); liger: pieces of as many logits as the hidden states have
+    elements, with the gradients of the head in the forward pass (Liger's fused linear cross entropy); cut: one kernel
+    that stores no logits and computes them again for the gradients (cut cross entropy).
+    """
+
+    NONE = "none"
+    CHUNKS = "chunks"
+    LIGER = "liger"
+    CUT = "cut"
+
+
 class MainWeights(CodedEnum):
     """Data type of the weights that the optimizer updates: fp32, its remainders beyond 16 bits, or 16 bits only."""
 

@@ -17,6 +17,7 @@ from autoplan.spec import plan_words
 from autoplan.spec.axes import COLUMNS, DEFAULT_RECOMPUTE_MODULES, PARTLY_MEANT
 from autoplan.spec.axis import Axis, Kind
 from autoplan.spec.enums import (
+    ChunkedLoss,
     ContextParallelKind,
     CrossEntropyFusion,
     CudaGraphs,
@@ -102,7 +103,7 @@ class ParallelPlan:
     rope_fusion: bool = False
     gradient_accumulation_fusion: bool = True
     cross_entropy_fusion: CrossEntropyFusion = CrossEntropyFusion.UNFUSED
-    chunked_loss: bool = False
+    chunked_loss: ChunkedLoss = ChunkedLoss.NONE
     main_weights: MainWeights = MainWeights.FP32
     moment_dtype: MomentType = MomentType.FP32
     quantized_gathers: bool = False
@@ -278,7 +279,7 @@ class PlanBatch(Rows):
     rope_fusion: Bools
     gradient_accumulation_fusion: Bools
     cross_entropy_fusion: Ints
-    chunked_loss: Bools
+    chunked_loss: Ints
     main_weights: Ints
     moment_dtype: Ints
     quantized_gathers: Bools

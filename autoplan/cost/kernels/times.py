@@ -12,7 +12,7 @@ import numpy as np
 from autoplan.base.arrays import Floats, Rows, add_up
 from autoplan.cost.kernels.adapters import tuned_matrices_s, tuning_traffic
 from autoplan.cost.kernels.attention import attention_s, scan_s
-from autoplan.cost.kernels.cross_entropy import added_per_head_weight, moved_bytes_per_logit
+from autoplan.cost.kernels.cross_entropy import added_per_head_weight, moved_bytes_per_logit, num_pieces
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured import find_kernels, measured_pass
 from autoplan.cost.kernels.measured_units import head_factor
@@ -21,7 +21,7 @@ from autoplan.cost.kernels.products import gemm_rate, products_s
 from autoplan.cost.kernels.sizes import expert_imbalance, head_columns, norm_tokens, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
 from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
-from autoplan.spec.enums import CrossEntropyFusion
+from autoplan.spec.enums import ChunkedLoss, CrossEntropyFusion
 from autoplan.spec.finetuning import HEAD
 from autoplan.spec.operations import EXPERTS
 from autoplan.spec.plan import PlanBatch
@@ -118,7 +118,9 @@ def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
     rate, tokens, depths = gemm_rate(problem, wide), rank_tokens(problem, batch), model.num_mtp_layers
     hidden, columns = np.full(len(batch), 1.0 * model.hidden_size), head_columns(problem, batch) / batch.tp
     width = np.full(len(batch), 1.0 * model.table_width)
-    products = products_s(problem, wide, rate, tokens, columns, width)
+    # Pieces as small as Liger's are bound by reading the head and adding up its gradients.
+    pieces = np.where(batch.chunked_loss == ChunkedLoss.LIGER.code, num_pieces(problem, batch), 1.0)
+    products = products_s(problem, wide, rate, tokens / pieces, columns, width).times(pieces, pieces)
     if model.head_transform:
         products = products.plus(products_s(problem, wide, rate, tokens, width, hidden))
     # A loss that is not vocabulary-parallel uses gathered logits.
@@ -126,7 +128,8 @@ def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
     loss = memory_bound_s(problem, moved_bytes_per_logit(problem, batch) * tokens * logits)
     if not problem.timings.is_empty:
         measured = find_kernels(problem, wide, "cross_entropy", tokens, logits).otherwise(2 * loss) / 2
-        loss = np.where(batch.cross_entropy_fusion == CrossEntropyFusion.UNFUSED.code, measured, loss)
+        is_usual = (batch.cross_entropy_fusion == CrossEntropyFusion.UNFUSED.code) & (pieces == 1.0)
+        loss = np.where(is_usual & (batch.chunked_loss != ChunkedLoss.CUT.code), measured, loss)
     kernels_s = add_up(products) + 2 * loss
     longer = head_factor(problem, wide, (tokens, hidden, head_columns(problem, batch)), kernels_s)
     products, loss = products.times(longer, longer), longer * loss

@@ -19,7 +19,7 @@ from autoplan.frameworks.common.shared_rules import FSDP2_OVERLAPS, only
 from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32, peft_duties, peft_files, refused_of_own_programs
 from autoplan.frameworks.fsdp2.rules import rules_offering
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
-from autoplan.spec.enums import MainWeights, Offload, Precision, Recompute, ReduceType, Sharding
+from autoplan.spec.enums import ChunkedLoss, MainWeights, Offload, Precision, Recompute, ReduceType, Sharding
 from autoplan.spec.plan import ALL_LAYERS, ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.workload import Workload
@@ -164,6 +164,7 @@ LIMITS = (
 _LIMITS_OF_FILES = (
     *LIMITS,
     ADAPTERS_IN_FP32,
+    only("chunked_loss", ChunkedLoss.NONE, why="the program's model has its loss, leave it out or use hf-trainer"),
     only("wide_adapters", False, why="its files say nothing of them, leave it out or use axolotl or llama-factory"),
 )
 

@@ -8,7 +8,16 @@ from typing import Any
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.accelerate import options as accelerate
 from autoplan.frameworks.accelerate.export import is_quantized, is_sharded, is_unmixed
-from autoplan.frameworks.axolotl.options import BATCHINGS, KEEPS, LENGTH, LORA_KERNELS, MESH, NAMES, OPTIMIZER_WORDS
+from autoplan.frameworks.axolotl.options import (
+    BATCHINGS,
+    KEEPS,
+    LENGTH,
+    LORA_KERNELS,
+    LOSSES,
+    MESH,
+    NAMES,
+    OPTIMIZER_WORDS,
+)
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import refused_by_peft
@@ -55,6 +64,12 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
         **({"bf16": "full"} if is_unmixed(plan) else {}),
         **({KEEPS: False} if tuning and plan.main_weights == MainWeights.BF16 else {}),
         "attn_implementation": "eager" if training.attention == "unfused" else "flash_attention_2",
+        **{
+            key: value
+            for name, (plugin, kind) in LOSSES.items()
+            for key, value in (("plugins", [plugin]), (name, True))
+            if plan.chunked_loss == kind
+        },
         NAMES["optim"]: OPTIMIZER_WORDS[training.optimizer],
         "lr_scheduler": "cosine",
         "learning_rate": 2e-4 if tuning else 2e-5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from autoplan.frameworks.common.option_table import Row, Value, count, optional_count
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
+from autoplan.spec.enums import ChunkedLoss
 from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OptimizerName
 
@@ -28,6 +29,11 @@ BATCHINGS: dict[Batching, dict[str, Value]] = {
     "padded": {"sample_packing": False, "pad_to_sequence_len": False},
 }
 OPTIMIZER_WORDS: dict[OptimizerName, str] = WRITTEN_OPTIM | {"muon": "muon"}  # utils/schemas/enums.py:95
+# Plugin and kind of a loss in pieces by the switch of it (integrations/liger/args.py, cut_cross_entropy/args.py).
+LOSSES = {
+    "liger_fused_linear_cross_entropy": ("axolotl.integrations.liger.LigerPlugin", ChunkedLoss.LIGER),
+    "cut_cross_entropy": ("axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin", ChunkedLoss.CUT),
+}
 # On by default for adapters (utils/schemas/config.py:1975).
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 COSTLESS = (

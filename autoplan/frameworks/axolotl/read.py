@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.axolotl.options import COSTLESS, KEEPS, LENGTH, MESH, NAMES
+from autoplan.frameworks.axolotl.options import COSTLESS, KEEPS, LENGTH, LOSSES, MESH, NAMES
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Argument, Options, parse_yaml
@@ -15,7 +15,7 @@ from autoplan.frameworks.hf_trainer.launch import Mesh, Program, launch_of
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, is_on
 from autoplan.readers.finetuning import OF_AXOLOTL, of_axolotl
 from autoplan.readers.preference import OF_PREFERENCES, of_rl
-from autoplan.spec.enums import Precision
+from autoplan.spec.enums import ChunkedLoss, Precision
 from autoplan.spec.lengths import Batching
 from autoplan.spec.preference import Preference
 
@@ -62,10 +62,13 @@ def read(text: str, context: LaunchContext) -> Launch:
             recompute.casefold() not in ("false", ""),
         )
     for key in options.arguments:
-        if re.match(r"(liger_|cut_cross_entropy$|lora_\w+_kernel$|unsloth_)", key) and is_on(options, key):
-            options.remark(key, "priced with the kernels of transformers, and whole logits")
+        is_kernel = re.match(r"(liger_|cut_cross_entropy$|lora_\w+_kernel$|unsloth_)", key) is not None
+        if is_kernel and is_on(options, key) and (preference is not None or key not in LOSSES):
+            options.remark(key, "priced with the kernels of transformers")
+    losses = [kind for key, (_, kind) in LOSSES.items() if preference is None and is_on(options, key)]
     plugins = options.value("plugins") or []
-    if not isinstance(plugins, list) or any("liger" not in str(plugin) for plugin in plugins):
+    known = [plugin for plugin, _ in LOSSES.values()]
+    if not isinstance(plugins, list) or any(str(plugin) not in known for plugin in plugins):
         options.remark("plugins", "changes by a plugin are not priced")
     if is_on(options, "fp8"):
         options.remark("fp8", "priced as bf16")
@@ -83,6 +86,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         keeps_adapters=options.has(KEEPS) and not options.flag(KEEPS),
         autocasts=options.value("bf16") != "full",  # core/builders/base.py:273
         config_turns_fsdp_on=True,
+        chunked_loss=next(iter(losses), ChunkedLoss.NONE),
         takes_last_precision=True,  # "auto" counts as on (utils/config/__init__.py)
     )
     return launch_of(options, context, program, None)

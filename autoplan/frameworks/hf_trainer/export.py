@@ -14,6 +14,7 @@ from autoplan.frameworks.accelerate.options import OFFLOAD
 from autoplan.frameworks.accelerate.rules import RULES
 from autoplan.frameworks.common.job import File, Job, Line, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value, written
+from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.common.tuning import refused_by_lora_config
 from autoplan.frameworks.deepspeed import export as deepspeed
 from autoplan.frameworks.deepspeed.rules import RULES as OF_DEEPSPEED
@@ -22,6 +23,8 @@ from autoplan.frameworks.hf_trainer.options import (
     ACCUMULATION,
     BATCHINGS,
     CPU_OFFLOAD,
+    LIGER,
+    LIGERS_LOSS_ALONE,
     MICRO_BATCH,
     PRECISIONS,
     RECOMPUTE,
@@ -35,6 +38,7 @@ from autoplan.frameworks.hf_trainer.write import (
     written_fsdp,
     written_precision,
 )
+from autoplan.spec.enums import ChunkedLoss
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import Batching
 from autoplan.spec.plan_file import PlanFile
@@ -129,6 +133,7 @@ def _plan(plan_file: PlanFile) -> list[dict[str, Value]]:
         {"fsdp": "", "fsdp_config": written_fsdp(plan_file, OFFLOAD) | offload} if shards else {},
         {"optim": WRITTEN_OPTIM[training.optimizer]},
         {"attn_implementation": "eager" if training.attention == "unfused" else "flash_attention_2"},
+        {LIGER: True, "liger_kernel_config": LIGERS_LOSS_ALONE} if plan.chunked_loss == ChunkedLoss.LIGER else {},
         {"loss_type": "nll"} if training.preference is None else {},  # other losses keep only a part of the logits
     ]
 
@@ -186,7 +191,10 @@ def _adapters(tuning: FineTuning, training: TrainingSpec) -> list[dict[str, Valu
 # -- what the target does not support ---------------------------------------------------------------------------------
 
 
-LIMITS = (*write.LIMITS, *deepspeed.LIMITS)
+_LOSSES = only(
+    "chunked_loss", ChunkedLoss.NONE, ChunkedLoss.LIGER, why="use liger", source="transformers integrations/liger.py"
+)
+LIMITS = (*write.LIMITS, *deepspeed.LIMITS, _LOSSES)
 
 
 def _check(plan_file: PlanFile) -> None:

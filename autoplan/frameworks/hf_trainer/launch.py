@@ -33,7 +33,7 @@ from autoplan.frameworks.hf_trainer.options import (
     read_optimizer,
 )
 from autoplan.readers.model import find_preset
-from autoplan.spec.enums import MainWeights, Offload, Precision, Recompute, Sharding
+from autoplan.spec.enums import ChunkedLoss, MainWeights, Offload, Precision, Recompute, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
@@ -82,6 +82,7 @@ class Program:
     keeps_adapters: bool = False  # adapters have the data type of the model (autocast_adapter_dtype = False)
     autocasts: bool = True
     config_turns_fsdp_on: bool = False  # `fsdp_config` is enough; the Trainer ignores it without `fsdp`
+    chunked_loss: ChunkedLoss = ChunkedLoss.NONE
     takes_last_precision: bool = False  # if both bf16 and fp16 are on, which the Trainer refuses
 
 
@@ -174,6 +175,7 @@ def launch_of(options: Options, context: LaunchContext, program: Program, num_de
     plan = ParallelPlan.derived(
         **mesh | states | held_types(program, states["sharding"]),  # every rank holds whole experts
         precision=precision,
+        chunked_loss=program.chunked_loss,
         micro_batch=micro,
         global_batch=micro * steps * mesh["dp_replicate"] * mesh["dp_shard"],
     )
@@ -336,6 +338,9 @@ def _table(options: Options, context: LaunchContext) -> dict[str, Any]:
 
 
 def _with_deepspeed(options: Options, context: LaunchContext, program: Program, training: TrainingSpec) -> Launch:
+    if program.chunked_loss != ChunkedLoss.NONE:
+        why = "priced with whole logits beside DeepSpeed"
+        options.remarks.append(Unread(option="loss", value=str(program.chunked_loss), why=why))
     if program.mesh != Mesh():
         raise InputError("deepspeed beside a mesh of tp, cp or dp_replicate: leave one of them out")
     table = _table(options, context)

@@ -9,9 +9,9 @@ import re
 from typing import Any
 
 from autoplan.frameworks.common.option_table import Assumed, Option, Value, count, switch
-from autoplan.frameworks.common.options import Options
+from autoplan.frameworks.common.options import Options, parse_json
 from autoplan.readers.finetuning import OPTIM, OTHER_OPTIM
-from autoplan.spec.enums import Offload, Precision, Recompute
+from autoplan.spec.enums import ChunkedLoss, Offload, Precision, Recompute
 from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 
@@ -51,7 +51,6 @@ HELD_KEYS = ("dtype", "torch_dtype")
 # Arguments that a plan does not represent, and the values that the cost model assumes.
 ASSUMED: tuple[Option, ...] = (
     Assumed("torch_compile", (False, None), "priced as not compiled"),
-    Assumed("use_liger_kernel", (False, None), "priced with the kernels of transformers, and whole logits"),
     Assumed("auto_find_batch_size", (False, None), "the batch may be halved until it fits"),
     Assumed("group_by_length", (False, None), "sequences are priced at one length"),
     Assumed("train_sampling_strategy", ("random", "sequential", None), "sequences are priced at one length"),
@@ -61,6 +60,13 @@ ASSUMED: tuple[Option, ...] = (
     Assumed("spmd_2d_sharding", (None, 0), SPMD),
     Assumed("activation_offloading", (False, None), "activations are priced on the device"),
 )
+LIGER = "use_liger_kernel"
+# What `liger_kernel_config` may turn off (Liger-Kernel, transformers/monkey_patch.py): the loss alone is an option.
+_LOSS = "fused_linear_cross_entropy"
+LIGERS_LOSS_ALONE: dict[str, Value] = {
+    **dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy"), False),
+    _LOSS: True,
+}
 # Arguments that affect neither time nor memory of a step.
 HARMLESS = re.compile(
     r"(output_dir|overwrite_output_dir|do_(train|eval|predict)|num_train_epochs|max_steps|learning_rate|lr_\w+|lr"
@@ -84,6 +90,18 @@ def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
         options.remark(key, "priced as Adam")
         return "adam"
     return optimizer
+
+
+def read_loss(options: Options) -> ChunkedLoss:
+    """Return whether a micro-batch goes through head and loss in Liger's pieces; its other kernels are remarked on."""
+    if not options.flag(LIGER):
+        return ChunkedLoss.NONE
+    config = options.value(f"{LIGER.removeprefix('use_')}_config") or {}
+    table = parse_json(config, "liger_kernel_config") if isinstance(config, str) else config
+    kept = {name: table.get(name, name != "cross_entropy") for name in LIGERS_LOSS_ALONE}
+    if any(on for name, on in kept.items() if name != _LOSS):
+        options.remark(LIGER, "norms, rotary embedding and activation are priced as those of transformers")
+    return ChunkedLoss.LIGER if kept[_LOSS] else ChunkedLoss.NONE
 
 
 def holds_bf16(options: Options) -> bool:

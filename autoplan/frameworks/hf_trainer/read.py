@@ -10,7 +10,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
-from autoplan.frameworks.hf_trainer.options import HELD_KEYS, holds_bf16, is_on, plain_values
+from autoplan.frameworks.hf_trainer.options import HELD_KEYS, holds_bf16, is_on, plain_values, read_loss
 from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program
 from autoplan.frameworks.hf_trainer.script import OTHER_LOSSES, SCRIPTS, has_batch, of_script, starts_program
 from autoplan.readers.finetuning import OF_TRL, of_trl
@@ -145,6 +145,7 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16 if is_trl or in_bf16 else None,
         holds_bf16=in_bf16,
+        chunked_loss=read_loss(options),
         autocasts=is_mixed or not in_bf16,
     )
 

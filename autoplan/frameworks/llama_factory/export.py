@@ -8,6 +8,7 @@ from typing import Any
 from autoplan.frameworks.accelerate.export import is_sharded, loads_bf16
 from autoplan.frameworks.accelerate.options import OFFLOAD, RECOMPUTE
 from autoplan.frameworks.common.option_table import written
+from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.common.tuning import refused_by_peft
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH
 from autoplan.frameworks.hf_trainer.write import (
@@ -20,7 +21,7 @@ from autoplan.frameworks.hf_trainer.write import (
 )
 from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS, PURE
 from autoplan.readers.model import hub_name
-from autoplan.spec.enums import Offload, Sharding
+from autoplan.spec.enums import ChunkedLoss, Offload, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
@@ -92,6 +93,12 @@ def _refusals(training: TrainingSpec) -> Iterator[tuple[bool, str]]:
     )
 
 
+_NO_PIECES = only(
+    "chunked_loss",
+    ChunkedLoss.NONE,
+    why="its enable_liger_kernel replaces norms and activations, too: leave it out",
+    source="model/model_utils/liger_kernel.py",
+)
 TARGET = yaml_target(
     "llama-factory",
     "LLaMA-Factory",
@@ -99,7 +106,7 @@ TARGET = yaml_target(
     words='model_name_or_path="$BASE_MODEL" max_steps="$STEPS"',
     yours="data, template, learning_rate and whatever else does not affect the time or memory of a step.",
     table=_table,
-    limits=LIMITS,
+    limits=(*LIMITS, _NO_PIECES),
     batchings=BATCHINGS,
     refusals=_refusals,
     refused_tuning=refused_by_peft,

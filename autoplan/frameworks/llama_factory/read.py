@@ -16,7 +16,7 @@ from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
 from autoplan.frameworks.llama_factory.options import COSTLESS, LENGTH, NO_RECOMPUTE, PURE
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
 from autoplan.readers.preference import OF_PREFERENCES, of_stage
-from autoplan.spec.enums import Precision
+from autoplan.spec.enums import ChunkedLoss, Precision
 from autoplan.spec.lengths import Batching
 
 COMMANDS = ("llamafactory-cli", "train.py", "train_bash.py")
@@ -76,7 +76,6 @@ def program_of(options: Options) -> Program:
     for key in (
         "use_unsloth",
         "use_unsloth_gc",
-        "enable_liger_kernel",
         "mixture_of_depths",
         "use_kt",
         "shift_attn",
@@ -84,6 +83,8 @@ def program_of(options: Options) -> Program:
     ):
         if options.is_other(key, False, "", "false"):
             options.remark(key, "priced without it")
+    if liger := is_on(options, "enable_liger_kernel"):
+        options.remark("enable_liger_kernel", "its loss is priced; norms and activations as those of transformers")
     is_pure = is_on(options, PURE)
     if is_on(options, "fp8"):
         options.pass_over("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
@@ -102,6 +103,7 @@ def program_of(options: Options) -> Program:
         finetuning=finetuning if finetuning.has_adapters else None,
         precision=Precision.BF16 if is_pure else None,
         holds_bf16=is_pure,
+        chunked_loss=ChunkedLoss.LIGER if liger and preference is None else ChunkedLoss.NONE,
         autocasts=not is_pure or is_on(options, "bf16"),
         optimizer="muon" if is_on(options, "use_muon") else None,
     )

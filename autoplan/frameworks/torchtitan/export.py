@@ -34,7 +34,7 @@ from autoplan.frameworks.torchtitan.options import (
 )
 from autoplan.frameworks.torchtitan.rules import RULES
 from autoplan.frameworks.torchtitan.tuning import CONVERTER, converter_of, refused
-from autoplan.spec.enums import Fp8Scaling, MainWeights, Precision
+from autoplan.spec.enums import ChunkedLoss, Fp8Scaling, MainWeights, Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
@@ -126,10 +126,7 @@ LIMITS = (
 )
 _OLD_LIMITS = (
     *_LIMITS_OF_ALL,
-    Rule(
-        holds=lambda s, b: ~b.chunked_loss,
-        text=lambda s, p: "chunked_loss in version 0.2: export for 0.3",
-    ),
+    only("chunked_loss", ChunkedLoss.NONE, why="version 0.2 has none, export for 0.3"),
     Rule(
         holds=lambda s, b: ~_has_adapters(s, b),
         text=lambda s, p: "adapters in version 0.2: export for 0.3",
@@ -218,7 +215,7 @@ def _imports(family: str, plan_file: PlanFile, converters: list[str], version: s
     modules: dict[str, list[str]] = {
         "torchtitan.components.lora": [CONVERTER] if CONVERTER in converters else [],
         "torchtitan.components.loss": [
-            *(["ChunkedLossWrapper"] if plan_file.best.plan.chunked_loss else []),
+            *(["ChunkedLossWrapper"] if plan_file.best.plan.chunked_loss != ChunkedLoss.NONE else []),
             *([] if plan_file.model.num_mtp_layers else ["CrossEntropyLoss"]),
         ],
         "torchtitan.components.optimizer": ["default_adamw"],
@@ -242,7 +239,7 @@ def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
     compiling = {"enable": _compiles(training)} | ({"enable_async_tensor_parallel": True} if plan.tp_overlap else {})
     return {
         "model_spec": Code("model_spec"),
-        "loss": Code(f"ChunkedLossWrapper.Config(loss_fn={whole})" if plan.chunked_loss else whole),
+        "loss": Code(f"ChunkedLossWrapper.Config(loss_fn={whole})" if plan.chunked_loss != ChunkedLoss.NONE else whole),
         "optimizer": Code("default_adamw(lr=3e-4)"),
         "dataloader": Code(
             f"{family_of(model)}_debugmodel().dataloader" if version == "main" else "HuggingFaceTextDataLoader.Config()"

@@ -50,7 +50,7 @@ from autoplan.frameworks.torchtitan.options import (
 )
 from autoplan.frameworks.torchtitan.tuning import CONVERTER, finetuning_of
 from autoplan.readers.model import load_model
-from autoplan.spec.enums import Fp8Scaling
+from autoplan.spec.enums import ChunkedLoss, Fp8Scaling
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -71,7 +71,7 @@ class Content:
     fp8_scaling: Fp8Scaling = Fp8Scaling.ROWWISE
     finetuning: FineTuning | None = None
     recompute: str | None = "selective"
-    chunked_loss: bool = False
+    chunked_loss: ChunkedLoss = ChunkedLoss.NONE
     num_devices: int | None = None
     unread: list[Unread] = field(default_factory=list)
     read_apart: tuple[tuple[str, str], ...] = ()  # further options that were read, as written
@@ -204,7 +204,7 @@ def _of_module(text: str, variables: dict[str, str]) -> Content:
         elif key == "activation_checkpoint":
             _read_policy(content, value)
         elif key == "loss" and isinstance(value, Built):
-            content.chunked_loss = "Chunked" in value.name
+            content.chunked_loss = ChunkedLoss.CHUNKS if "Chunked" in value.name else ChunkedLoss.NONE
         elif isinstance(value, Built) and key != "**":
             content.options[key] = {name: _plain(item) for name, item in value.named.items()}
         elif key not in ASIDE:
@@ -355,7 +355,7 @@ def _base(module: Any, config: Any, context: LaunchContext) -> Content:
         "enable": row["compile"],
         "enable_async_tensor_parallel": row["async_tensor_parallel"],
     }
-    content.chunked_loss = True
+    content.chunked_loss = ChunkedLoss.CHUNKS
     return content
 
 

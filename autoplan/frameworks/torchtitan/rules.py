@@ -55,6 +55,7 @@ SUPPORTED = (
     SupportedWords(axis="reduce_dtype", words=("usual", "half"), source="config/configs.py mixed_precision_reduce"),
     SupportedWords(axis="main_weights", words=("fp32", "bf16"), source="config/configs.py:89 dtype"),
     SupportedWords(axis="fp8_scaling", words=("tensorwise", "rowwise"), source="components/quantization/float8.py"),
+    SupportedWords(axis="chunked_loss", words=("none", "chunks"), source="components/loss.py, ChunkedLossWrapper"),
     SupportedWords(axis="precision", words=("bf16", "fp8", "mxfp8", "nvfp4"), source="config/configs.py:94"),
 )
 
@@ -73,12 +74,12 @@ _OWN: tuple[Rule, ...] = (
     ),
     Rule(
         source="models/deepseek_v3/MTP.md:186",
-        holds=lambda s, b: ~b.chunked_loss if s.model.num_mtp_layers else all_true(b),
+        holds=lambda s, b: b.chunked_loss == 0 if s.model.num_mtp_layers else all_true(b),
         text=lambda s, p: "chunked_loss with multi-token prediction: leave it out",
     ),
     Rule(
         source="components/loss.py, ChunkedLossWrapper",
-        holds=lambda s, b: ~b.chunked_loss | (b.micro_batch * s.training.seq_len // b.cp % PIECES == 0),
+        holds=lambda s, b: (b.chunked_loss == 0) | (b.micro_batch * s.training.seq_len // b.cp % PIECES == 0),
         text=lambda s, p: (
             f"chunked_loss needs the tokens of a micro-batch divisible by {PIECES}: seq_len is {s.training.seq_len}, "
             "leave it out"
