@@ -15,6 +15,7 @@ from autoplan.api.problem import make_problem
 from autoplan.cost.memory.activations import block_bytes, layer_parts
 from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.blocks import ENCODER_BLOCKS
+from autoplan.spec.enums import AttentionKernel
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -60,10 +61,11 @@ def kept_bytes(spec: ModelSpec, attention: str, finetuning: FineTuning | None = 
     """Bytes that all layers are said to keep of two sequences, by the kind of attention."""
     source: dict[str, Any] = {"encoder_len": SOURCE_LEN} if spec.encoder and not spec.encoder.patches else {}
     problem = make_problem(
-        *(spec,), cluster="cpu:1x1", seq_len=SEQ_LEN, framework="transformers", attention=attention,
+        *(spec,), cluster="cpu:1x1", seq_len=SEQ_LEN, framework="transformers",
         finetune=finetuning, **source,
     )  # fmt: skip
-    batch = PlanBatch.of([ParallelPlan(global_batch=2, micro_batch=2)], spec.num_layers)
+    plan = ParallelPlan(global_batch=2, micro_batch=2, attention=AttentionKernel(attention))
+    batch = PlanBatch.of([plan], spec.num_layers)
     of_block = block_bytes(problem, batch, layer_parts(problem, batch))
     encoded = spec.encoder.layers.layers if spec.encoder else ()
     blocks = [block for layer in spec.layers for block in layer]

@@ -40,7 +40,6 @@ ALLOWED = tuple(
 
 # Names that a user may try to fix that are not axes of a search, and where they are set instead.
 ELSEWHERE = {axis.name: axis.elsewhere for axis in AXES if axis.elsewhere} | {
-    "attention": "use --attention",
     "framework": "use --framework",
     "seq_len": "use --seq-len",
     "optimizer": "use --optimizer",

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autoplan.cost.memory.recompute import stores_scores
 from autoplan.frameworks.common.rules import Rulebook
 from autoplan.frameworks.megatron_lm.part_rules import missing_modules
 from autoplan.frameworks.registry import book_of
 from autoplan.search.axes import parts_of
 from autoplan.spec.axes import AXES, AXIS, SEARCHED, shown
 from autoplan.spec.axis import Axis, Value
-from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule
+from autoplan.spec.enums import AttentionKernel, CudaGraphs, Dispatcher, Precision, RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.problem import Problem
@@ -43,6 +42,7 @@ class Limits:
 
     global_batches: tuple[int, ...]
     precision: Precision = Precision.BF16
+    attention: AttentionKernel = AttentionKernel.FLASH
     fixed: tuple[tuple[str, int], ...] = ()
     upper_bounds: tuple[tuple[str, int], ...] = ()
     forbidden: tuple[tuple[str, int], ...] = ()
@@ -122,6 +122,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     limits = Limits(
         global_batches=tuple(sorted(set(global_batches))),
         precision=training.precision,
+        attention=problem.framework.attention,
         upper_bounds=(
             ("tp", min(cluster.levels[-1].num_devices, cluster.num_devices)),
             ("cp", max(training.seq_len // MIN_TOKENS_PER_CP_RANK, 1)),
@@ -187,7 +188,9 @@ def _has_graphs(graphs: Value, problem: Problem) -> bool:
 
 def _recomputes(problem: Problem, book: Rulebook) -> tuple[str, ...]:
     """Choices of recomputation; selective ones only help if scores are stored or more than attention is covered."""
-    gives_back = stores_scores(problem) or problem.framework.kernels.selective_recompute_share > 0
+    gives_back = (
+        problem.stores_scores(problem.framework.attention) or problem.framework.kernels.selective_recompute_share > 0
+    )
     return tuple(name for name in book.words("recompute") if gives_back or name != "selective")
 
 

@@ -41,12 +41,14 @@ _KIND = ("sharding", *_REPEATS, "offload")
 _INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
 # Axes known for a group and for a kind, so that rules that depend only on these can be evaluated.  Overlap switches may
 # depend on the schedule.
-_KNOWN_OF_GROUP = frozenset((*DEGREES, *_GROUP, "sp", "precision"))
+_KNOWN_OF_GROUP = frozenset((*DEGREES, *_GROUP, "sp", "precision", "attention"))
 _STATES = frozenset(("sharding", "offload", "offload_percent"))
 # Offload choices for states without replicas; zero3 also keeps gradients where the optimizer is.
 _ALONE = (("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters"))
-_KNOWN_OF_STATES = _STATES | {*DEGREES, "sp", "precision"}
-_KNOWN_OF_MONOTONE = _STATES | {"precision", "grad_dtype", *(axis.name for axis in _MONOTONE)}
+_KNOWN_OF_STATES = _STATES | {*DEGREES, "sp", "precision", "attention"}
+# Axes that decide which values of the monotone ones are legal.
+_DECIDING = ("sharding", "offload", "grad_dtype", "ep", "dispatcher", "ep_overlap", "recompute_modules")
+_KNOWN_OF_MONOTONE = _STATES | {"precision", "attention", *_DECIDING, *(axis.name for axis in _MONOTONE)}
 _KNOWN_OF_KIND = (
     _KNOWN_OF_GROUP | _STATES | {*(axis.name for axis in _MONOTONE)} | {"recompute", "recompute_modules", "ep_overlap"}
 )
@@ -224,6 +226,7 @@ class Space:
             "sharding": zeros + Sharding.NONE.code,
             "param_gather_overlap": off,  # unsharded, no parameters are gathered
             "precision": zeros + self.limits.precision.code,
+            "attention": zeros + self.limits.attention.code,
         }
         batch = PlanBatch(
             **columns,
@@ -249,7 +252,7 @@ class Space:
         free = [axis for axis in _MONOTONE if len(self.limits.of(axis.name)) > 1]
         if not free or not len(kinds):
             return kinds
-        first, kind_of = kinds.distinct("sharding", "offload", "grad_dtype")
+        first, kind_of = kinds.distinct(*_DECIDING)
         states = kinds.take(first)
         # All axes begin with their first values, so that a dependency on another axis does not exclude a value.
         chosen: dict[str, Any] = {

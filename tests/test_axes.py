@@ -10,7 +10,7 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import decode, encode
-from autoplan.cli.flags import plan_flags
+from autoplan.cli.flags import SHARED, plan_flags
 from autoplan.readers.model import load_model
 from autoplan.search.axes import axes_of
 from autoplan.search.explain import TYPED
@@ -203,6 +203,7 @@ def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
         *("sharding", "grad_reduce_overlap", "param_gather_overlap", "reduce_dtype"),
         *("quantized_gathers", "quantized_reductions"),
         *("ep", "etp", "ep_overlap", "dispatcher", "token_dropping", "router_fusion", "rope_fusion"),  # without experts
+        "shared_expert_overlap",
         "offload_percent",  # with nothing on the host
     }
     assert {axis.changed_as for axis in TYPED} == set(told) - {"layers", "nodes"}
@@ -213,7 +214,7 @@ def test_a_command_gets_the_flags_of_the_table() -> None:
     def command(first: int, last: int = 0, **axes: Any) -> None: ...
 
     names = [*command.__signature__.parameters]  # type: ignore[attr-defined]
-    assert names == ["first", *(axis.name for axis in AXES if axis.spelled), "last"]
+    assert names == ["first", *(axis.name for axis in AXES if axis.spelled and axis.name not in SHARED), "last"]
     assert {"tp", "sp", "tp_overlap", "layers_per_chunk"} < set(names)
 
 

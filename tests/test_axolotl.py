@@ -85,13 +85,33 @@ def test_adapters_optimizer_and_length_are_read() -> None:
 def test_what_changes_a_step_and_is_not_priced_is_listed() -> None:
     settings = {
         "liger_rms_norm": True,
-        "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+        "plugins": ["axolotl.integrations.diff_transformer.DifferentialTransformerPlugin"],
         "gradient_checkpointing": "offload",
         "qat": {"weight_dtype": "int4"},
         "torch_compile": True,
     }
     assert matters(of(**FSDP2, **settings)) == {*settings}
     assert "sequence_len" in matters(of(**FSDP2, sample_packing=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "loss"),
+    [
+        ({"plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]}, "cut"),
+        ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, "none"),
+        (
+            {"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_fused_linear_cross_entropy": True},
+            "liger",
+        ),
+    ],
+)
+def test_losses_in_pieces_are_read_from_plugins(settings: dict[str, Any], loss: str) -> None:
+    launch = of(**FSDP2, **settings)
+    assert launch.plan.chunked_loss == loss
+    assert matters(launch) == set()
+
+
+def test_what_cannot_be_frozen_is_listed() -> None:
     assert "unfrozen_parameters" in matters(of(adapter="lora", unfrozen_parameters=["^lm_head.*"]))
 
 
@@ -198,7 +218,6 @@ def test_batching_is_read_back(batching: Batching) -> None:
     [
         ({"finetuning": FineTuning(rank=8, quantization="nf4")}, "nf4 without double"),
         ({"finetuning": FineTuning(frozen=("embed_tokens",))}, "embed_tokens"),
-        ({"attention": "flash1"}, "attention 'flash1'"),
         ({"fused_norm": True}, "fused_norm"),
         ({"lengths": Lengths(histogram=((512, 3),)), "batching": "joined"}, "batching joined"),
         ({"finetuning": FineTuning(rank=8), "preference": Preference(reference="copy")}, "reference base"),

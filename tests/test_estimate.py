@@ -38,7 +38,6 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS, STEP_TERMS
-from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 from problems import problem_for
 
@@ -493,10 +492,8 @@ def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any,
 @pytest.mark.parametrize("kernel", ["flash2", "flash3", "cudnn"])
 def test_kernel_of_attention_that_a_run_names_is_priced_whatever_its_framework_takes(kernel: Any) -> None:
     def attention_s(framework: Framework, attention: Any) -> float:
-        problem = problem_of(
-            framework=framework, cluster="h100-sxm:1x8", training=TrainingSpec(seq_len=65536, attention=attention)
-        )
-        return terms_of(problem, single())["attention"]
+        problem = problem_of(framework=framework, cluster="h100-sxm:1x8", seq_len=65536)
+        return terms_of(problem, single(attention=attention))["attention"]
 
     takes = PLAIN.changed(flash_kernel="flash" if kernel == "flash3" else kernel)
     other = PLAIN.changed(flash_kernel="triton")
@@ -504,11 +501,11 @@ def test_kernel_of_attention_that_a_run_names_is_priced_whatever_its_framework_t
 
 
 def test_flash_attention_2_is_no_faster_on_blackwell_than_its_kernel_was_measured() -> None:
-    problem = problem_of(framework=PLAIN, cluster="b200:1x8", training=TrainingSpec(seq_len=65536, attention="flash2"))
+    problem = problem_of(framework=PLAIN, cluster="b200:1x8", seq_len=65536)
     model = problem.model
     # Causal: half of 4 s^2 n d forward, 2.5 times as much backward at .8 of its rate.
     flops = 2 * 65536**2 * model.num_heads * model.qk_head_dim * model.num_layers
-    assert terms_of(problem, single())["attention"] == pytest.approx(
+    assert terms_of(problem, single(attention="flash2"))["attention"] == pytest.approx(
         flops * (1 + 2.5 / 0.8) / (2.4e12 * problem.device.compute_units), rel=0.05
     )
 
@@ -577,12 +574,12 @@ def test_attention_in_8_bits_is_faster_where_runs_say_so(cluster: str, time: flo
 
 def test_a_wide_softmax_output_is_kept_written_cast_and_read_once_more() -> None:
     narrow = problem_of(framework=PLAIN)
-    narrow = dataclasses.replace(narrow, training=TrainingSpec(seq_len=2048, attention="megatron-fused"))
+    plan = single(attention="megatron-fused")
     wide = dataclasses.replace(narrow, framework=PLAIN.changed(bytes_per_fused_score=6.0))
     scores = 2048**2 * 16 * 8  # of all heads and layers
-    added = terms_of(wide, single())["attention"] - terms_of(narrow, single())["attention"]
+    added = terms_of(wide, plan)["attention"] - terms_of(narrow, plan)["attention"]
     assert added == pytest.approx(moved_s(3 * 4 * scores))
-    kept = [price(problem, single()).memory_terms_bytes["activations"][0] for problem in (narrow, wide)]
+    kept = [price(problem, plan).memory_terms_bytes["activations"][0] for problem in (narrow, wide)]
     assert kept[1] - kept[0] == pytest.approx(4 * scores)
 
 

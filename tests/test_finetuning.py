@@ -316,8 +316,6 @@ def test_attention_to_packed_documents_takes_as_much_less() -> None:
     assert whole - packed == 3 * 32 * 2 * (8192 - 1024) / 2 * 32 * 2 * 128
     with pytest.raises(InputError, match="document_len must"):
         TrainingSpec(seq_len=512, document_len=1024)
-    with pytest.raises(InputError, match="can skip other documents, not unfused"):
-        TrainingSpec(seq_len=512, document_len=128, attention="unfused")
 
 
 # -- where it is read from --------------------------------------------------------------------------------------------

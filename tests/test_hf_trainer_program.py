@@ -151,7 +151,7 @@ def test_tables_with_two_stars_and_attributes_set_later_are_read() -> None:
     loads = '**dict(dtype=torch.bfloat16, attn_implementation="eager")'
     text = plain(load=f", {loads}").replace("Trainer(model", "settings.per_device_train_batch_size = 16\nTrainer(model")
     launch = of(text)
-    assert (launch.training.attention, launch.plan.main_weights, launch.plan.micro_batch) == ("unfused", "bf16", 16)
+    assert (launch.plan.attention, launch.plan.main_weights, launch.plan.micro_batch) == ("unfused", "bf16", 16)
     listed = matters(of(plain(load=", **of_a_file()", more="**others()")))
     assert {"from_pretrained", "**"} <= listed
 

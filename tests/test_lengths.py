@@ -389,8 +389,8 @@ def test_bounds_stay_below_where_lengths_differ() -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(InputError, match="document_len is the mean of lengths"):
         problem_of(TWO, document_len=100)
-    with pytest.raises(InputError, match="packed samples need attention that can skip other samples, not unfused"):
-        TrainingSpec(seq_len=400, lengths=TWO, attention="unfused")
+    with pytest.raises(InputError, match="attention unfused cannot skip other documents or samples"):
+        autoplan.estimate(MODEL, cluster="h100-sxm:1x8", seq_len=400, global_batch=8, lengths=TWO, attention="unfused")
     with pytest.raises(InputError, match="--batching 'padded' needs samples of different lengths: give --lengths too"):
         make_problem(MODEL, cluster="h100-sxm:1x8", seq_len=400, batching="padded")
     with pytest.raises(InputError, match="batching must be one of packed, joined"):

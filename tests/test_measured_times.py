@@ -30,7 +30,6 @@ from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import STEP_TERMS
 from autoplan.spec.timing import PROVENANCES, TimingTable
-from autoplan.spec.training import TrainingSpec
 from test_estimate import DENSE, MODELS, PLAIN, cases, plans, price, problem_of, problems, single, terms_of
 
 Times = dict[tuple[Any, ...], float]  # (operation, sizes ...) -> seconds
@@ -178,8 +177,8 @@ def test_a_slower_flash_kernel_takes_longer_than_the_measured_one_by_its_share()
 
 
 def test_attention_that_is_no_flash_kernel_is_not_looked_up() -> None:
-    problem = dataclasses.replace(problem_of(), training=TrainingSpec(seq_len=2048, attention="unfused"))
-    assert changes(problem, with_times(problem, {("attention", 1, 2048, 16, 8, 64, 0): 9.0}), single()) == {}
+    problem, times = problem_of(), {("attention", 1, 2048, 16, 8, 64, 0): 9.0}
+    assert changes(problem, with_times(problem, times), single(attention="unfused")) == {}
 
 
 def test_memory_bound_kernels_bring_their_own_starts() -> None:

@@ -28,7 +28,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PLAN_FILE_VERSION, PlanFile
 from autoplan.spec.search_result import RankedPlan
-from autoplan.spec.training import Attention, TrainingSpec
+from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
 from launched import launched
 from model_specs import gpt
@@ -117,7 +117,6 @@ def plan_file_of(
     model: ModelSpec,
     cluster: ClusterSpec | None = None,
     seq_len: int = 4096,
-    attention: Attention = "flash",
     **plan: Any,
 ) -> PlanFile:
     parts = {"has_experts": model.moe is not None, "has_latents": model.mla is not None}
@@ -141,7 +140,7 @@ def plan_file_of(
         versions={"autoplan": "0.1.0", "numpy": "2.0"},
         command=f"autoplan search {model.name} --cluster lab --global-batch {chosen.global_batch}",
         model=model,
-        training=TrainingSpec(seq_len=seq_len, precision=chosen.precision, attention=attention),
+        training=TrainingSpec(seq_len=seq_len, precision=chosen.precision),
         cluster=cluster or cluster_of(-(-chosen.num_devices // 8)),
         framework=Framework(name="megatron-core"),
         calibration=Calibration(),

@@ -39,14 +39,15 @@ def read(options: str = "", **given: Any) -> Launch:
         ("", "flash"),
         ("--transformer-impl transformer_engine", "flash"),
         ("--transformer-impl local", "unfused"),
-        ("--transformer-impl local --use-flash-attn", "flash"),
-        ("--transformer-impl local --attention-backend flash", "flash"),
-        ("--attention-backend unfused", "unfused"),
+        ("--transformer-impl local --use-flash-attn", "flash2"),
+        ("--transformer-impl local --attention-backend flash", "flash2"),
+        ("--attention-backend fused", "cudnn"),
+        ("--attention-backend AttnBackend.unfused", "unfused"),
     ],
 )
 def test_attention_of_local_layers_is_not_fused(options: str, attention: str) -> None:
     launch = read(options)
-    assert launch.training.attention == attention
+    assert launch.plan.attention == attention
     assert matters(launch) == set()
 
 
@@ -643,9 +644,9 @@ def test_scripts_of_megatron_deepspeed_are_its_own() -> None:
     assert launch.framework == "megatron-deepspeed"
     assert (launch.plan.sharding, launch.plan.recompute, launch.plan.num_devices) == ("zero2", "full", 16)
     assert "--deepspeed_config" in matters(launch)
-    assert launch.training.attention == "unfused"  # its own, unless an option takes a flash kernel
+    assert launch.plan.attention == "unfused"  # its own, unless an option takes a flash kernel
     flash = WITH_DEEPSPEED.replace("--bf16", "--bf16 --use-flash-attn-v2")
-    assert megatron_lm.READER.read(flash, LaunchContext()).training.attention == "flash"
+    assert megatron_lm.READER.read(flash, LaunchContext()).plan.attention == "flash2"
     ulysses = WITH_DEEPSPEED.replace("--zero-stage=2", "--zero-stage=3 --ds-sequence-parallel-size 4")
     plan = megatron_lm.READER.read(ulysses, LaunchContext()).plan
     assert (plan.cp, plan.cp_kind, plan.dp, plan.sharding) == (4, "all_to_all", 4, "zero3")

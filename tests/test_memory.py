@@ -381,22 +381,15 @@ def test_selective_recomputation_saves_nothing_under_flash_attention() -> None:
 
 
 def test_unfused_attention_keeps_its_scores_unless_they_are_recomputed() -> None:
-    problem = dataclasses.replace(problem_of(), training=TrainingSpec(seq_len=TOKENS, attention="unfused"))
-    scores = activations(problem=problem)[0] - activations(problem=problem, recompute="selective")[0]
+    scores = activations(attention="unfused")[0] - activations(attention="unfused", recompute="selective")[0]
     assert scores > 0
     assert scores % (2 * TOKENS * TOKENS * 4) == 0  # layers x queries x keys x heads, a whole number of bytes each
 
 
 def test_a_framework_with_a_softmax_kernel_runs_unfused_attention_with_it() -> None:
     framework = BARE.changed(fuses_softmax=True)
-    unfused, fused = (
-        dataclasses.replace(
-            problem_of(framework=one),
-            training=TrainingSpec(seq_len=TOKENS, attention=kernel),  # type: ignore[arg-type]
-        )
-        for one, kernel in ((framework, "unfused"), (BARE, "megatron-fused"))
-    )
-    assert activations(problem=unfused) == activations(problem=fused)
+    unfused = activations(problem=problem_of(framework=framework), attention="unfused")
+    assert unfused == activations(attention="megatron-fused")
 
 
 def test_a_swiglu_that_works_in_place_needs_one_gradient_of_the_mlp_width_not_two() -> None:
@@ -755,11 +748,12 @@ def test_megatron_lm_of_2021_needs_what_nvidia_smi_showed_on_v100() -> None:
     """Compare with DLPerf's GPT of 16 layers of 1536 on eight V100, all layers repeated: 14,938 MiB."""
     problem = Problem(
         model=gpt(16, 1536, 16, vocab_size=50304),
-        training=TrainingSpec(seq_len=2048, precision="fp16", attention="megatron-fused"),
+        training=TrainingSpec(seq_len=2048, precision="fp16"),
         cluster=load_cluster("v100:1x8"),
         framework=load_framework("megatron-lm-2021"),
     )
     plan: dict[str, Any] = {"dp_replicate": 8, "micro_batch": 2, "sharding": "none", "recompute": "full"}
+    plan["attention"] = "megatron-fused"
     (stage,) = stages_of(problem, global_batch=16, precision="fp16", dropout=True, **plan)
     assert stage.memory_bytes / 2**20 == pytest.approx(14938, rel=0.05)
 

@@ -127,7 +127,7 @@ def test_what_is_not_known_is_listed() -> None:
     assert matters(read(MEGATRON.format("").replace("--packing true", ""), LaunchContext())) == {"--max_length"}
     launch = read(TRAINER.format("--deepspeed zero2 --attn_impl eager --use_galore true"), LaunchContext())
     assert matters(launch) == {"--use_galore"}
-    assert launch.training.attention == "unfused"
+    assert launch.plan.attention == "unfused"
     assert matters(read(MEGATRON.format("--attn_impl eager"), LaunchContext())) == {"--attn_impl"}
 
 

@@ -111,6 +111,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (replace(DENSE, ffn_size=14400), plan_of(precision="nvfp4"), 4096, "divisible by 128, with tp 1"),
             (replace(MOE, num_mtp_layers=1), plan_of(pp=2), 4096, "multi-token prediction with pp 2 and cp 1"),
             (replace(MOE, num_mtp_layers=1), plan_of(chunked_loss="chunks"), 4096, "chunked_loss with multi-token"),
+            (DENSE, plan_of(chunked_loss="liger"), 4096, "chunked_loss 'liger' does not exist"),
             (
                 DENSE,
                 plan_of(chunked_loss="chunks"),

@@ -256,7 +256,7 @@ def test_latent_attention_on_blackwell_had_no_kernel_of_its_own_at_first(
     (run,) = runs_of(tmp_path, row)
     assert run.problem is not None
     assert run.plan is not None, run.refusal
-    assert run.problem.fuses_attention == (recompute == "none")
+    assert run.problem.stores_scores(run.plan.attention) == (recompute != "none")
     assert run.plan.recompute == recompute
 
 
@@ -279,7 +279,8 @@ def test_wide_heads_on_blackwell_had_flash_attention_where_values_are_as_wide(tm
     sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "ffn_size", "gated_mlp", "vocab_size")
     (run,) = runs_of(tmp_path, LLAMA | row | dict.fromkeys(sizes, ""))
     assert run.problem is not None, run.refusal
-    assert run.problem.fuses_attention
+    assert run.plan is not None
+    assert not run.problem.stores_scores(run.plan.attention)
     assert predict(run).step_time_s == pytest.approx(32.66, rel=0.05)
 
 
@@ -659,7 +660,7 @@ def test_what_its_scripts_train_in_goes_before_what_a_table_calls_it(tmp_path: P
     (run,) = runs_of(tmp_path, row)
     assert run.problem is not None
     assert run.plan is not None
-    assert (run.problem.training.precision, run.problem.training.attention) == ("fp32", "unfused")
+    assert (run.problem.training.precision, run.plan.attention) == ("fp32", "unfused")
     assert run.plan.sharding == "none"
     assert "precision=fp32 as its scripts train" in run.filled
 
@@ -802,9 +803,9 @@ def test_weights_have_4_bits_since_a_container(
 
 def test_a_row_may_say_that_its_loss_takes_the_logits_in_pieces(tmp_path: Path) -> None:
     row = LLAMA | {"framework": "torchtune", "sharding": "none", "num_gpus": "1"}
+    row |= dict.fromkeys(("tp", "cp", "pp", "vp", "dp", "micro_batch", "global_batch"), "1")
     runs = runs_of(tmp_path, row, row | {"id": "2", "options": "chunked_loss=1"})
-    frameworks = [run.problem.framework for run in runs if run.problem]
-    assert [framework.memory.bytes_per_logit for framework in frameworks] == [12.0, 0.5]
+    assert [run.plan and run.plan.chunked_loss for run in runs] == ["none", "liger"], runs[1].refusal
 
 
 def test_dropout_and_weights_in_8_bits_are_as_the_recipe_chose(tmp_path: Path) -> None:

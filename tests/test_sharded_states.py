@@ -116,7 +116,7 @@ def test_stage_three_of_2021_loses_to_pipelines_on_many_devices() -> None:
     problem = replace(
         PROBLEM,
         model=load_model("gpt3-175b"),
-        training=TrainingSpec(seq_len=2048, precision="fp16", attention="megatron-fused"),
+        training=TrainingSpec(seq_len=2048, precision="fp16"),
         cluster=load_cluster("a100-sxm:192x8"),
     )
     plans: dict[str, dict[str, Any]] = {
@@ -124,6 +124,7 @@ def test_stage_three_of_2021_loses_to_pipelines_on_many_devices() -> None:
         "megatron-lm-2021": {"tp": 8, "pp": 12, "dp_replicate": 16, "sharding": "none"},
     }
     common: dict[str, Any] = {"global_batch": 1536, "recompute": "full", "precision": "fp16", "dropout": True}
+    common["attention"] = "megatron-fused"
     step_s = {
         name: estimate(
             replace(problem, framework=load_framework(name)), PlanBatch.of([ParallelPlan(**common | axes)], 96)

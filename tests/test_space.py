@@ -287,7 +287,8 @@ def test_default_limits_follow_the_cluster_and_the_sequence() -> None:
     assert limits.shard_domains == (8,)
     assert limits.recomputes == ("none", "full", "mlp", *SOME_LAYERS)
     assert (limits.fewer_at_ends, limits.shards_any_part) == (4, True)
-    scores = replace(problem(), training=TrainingSpec(seq_len=1024, attention="unfused"))
+    scores = replace(problem(), training=TrainingSpec(seq_len=1024))
+    scores = replace(scores, framework=scores.framework.preferring("attention=unfused"))
     assert "selective" in default_limits(scores, (16,)).recomputes
     assert dict(default_limits(scores, (16,)).upper_bounds)["cp"] == 1
 

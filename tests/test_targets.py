@@ -152,5 +152,5 @@ def test_files_name_the_attention_that_only_a_program_can_take(to: str) -> None:
     place = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 2048, "plan": plan, "attention": "flash1"}
     file = autoplan.estimate("llama3-8b", **place, framework=facts_of(to)).file
     assert "Priced with flash1 attention" in exported(file, to, "torchrun")[0].text
-    usual = replace(file, training=replace(file.training, attention="flash"))
+    usual = replace(file, best=replace(file.best, plan=replace(file.best.plan, attention="flash")))
     assert "Priced with" not in exported(usual, to, "torchrun")[0].text

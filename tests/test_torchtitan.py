@@ -88,6 +88,7 @@ PLANS: dict[str, PlanFile] = {
     "latent": titan(DEEP, tp=2, sp=True, pp=2, vp=2, schedule="interleaved", ep=16, dp_shard=16, precision="fp8"),
     "prediction": titan(replace(DEEP, num_mtp_layers=1), ep=8, dp_shard=8),
     "loss in pieces": titan(tp=2, sp=True, dp_shard=4, chunked_loss="chunks"),
+    "kernel of torch": titan(dp_shard=8, attention="flash2"),
     "sinks": titan(SINKS, ep=4, cp=2, dp_shard=4),
     "adapters": tuned(FineTuning(rank=8, targets=("all-linear",)), tp=2, sp=True, dp_shard=4),
     "adapters of some": tuned(FineTuning(rank=4, alpha=4, targets=("q_proj", "k_proj", "v_proj")), QWEN, dp_shard=8),

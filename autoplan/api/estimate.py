@@ -122,7 +122,10 @@ def make_plan(problem: Problem, global_batch: int, axes: Mapping[str, Any]) -> P
     if unknown := next((name for name in axes if name not in flagged), None):
         raise InputError(f"plan has no axis {unknown!r}: known are {', '.join(flagged)}")
     usual = {name: axis.default if axis.flag_default is ... else axis.flag_default for name, axis in flagged.items()}
-    usual |= {name: problem.framework.choice(name) for name, axis in flagged.items() if axis.offered_by}
+    chosen = problem.framework.choices
+    usual |= {
+        name: problem.framework.choice(name) for name, axis in flagged.items() if axis.offered_by or name in chosen
+    }
     book = book_of(problem.framework)
     if usual["sharding"] not in book.words("sharding"):  # such as before there was a distributed optimizer
         usual["sharding"] = book.words("sharding")[0]

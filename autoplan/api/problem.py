@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack, get_args
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from autoplan.api.calibrations import calibration_of, check_fitted
 from autoplan.api.encoder_options import beside_encoder, with_encoder_options
@@ -27,7 +27,7 @@ from autoplan.search.limits import batch_grid, default_limits
 from autoplan.search.placement import is_fragmented
 from autoplan.search.space import Space
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import Precision
+from autoplan.spec.enums import AttentionKernel, Precision, enum_value
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
 from autoplan.spec.input_rate import InputRate, parse_input_rate
@@ -37,7 +37,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS
 from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import Attention, TrainingSpec
+from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 from autoplan.topology.placement import by_switch
@@ -206,6 +206,8 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     framework = load_framework(options.get("framework", ADAPTER_FRAMEWORK if is_tuned else DEFAULT_FRAMEWORK))
     if options.get("capacity_factor") is not None:
         framework = framework.preferring("token_dropping=on")
+    if (kernel := options.get("attention")) is not None:
+        framework = framework.preferring(f"attention={enum_value('--attention', AttentionKernel, kernel)}")
     reserve = options.get("reserve_memory", 0.0)
     return _Parts(
         model=with_encoder_options(
@@ -226,7 +228,7 @@ def _training(seq_len: int | None, images: ImageCounts | None, options: ProblemO
     training, finetune = options.get("training"), options.get("finetune")
     table = asdict(training) if training else {}
     table |= {"seq_len": seq_len} if seq_len is not None else {}
-    for name, words in (("precision", tuple(Precision)), ("attention", get_args(Attention)), ("optimizer", OPTIMIZERS)):
+    for name, words in (("precision", tuple(Precision)), ("optimizer", OPTIMIZERS)):
         value = options.get(name)
         if value is None:
             continue

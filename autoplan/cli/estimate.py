@@ -38,7 +38,7 @@ ESTIMATE_FLAGS = ("model", "launch_file", "variables", "target", "cluster", "glo
 BESIDE_A_PLAN_FILE = {"model", "memory", "verify_memory", "trace", "out", "force", "json", "quiet", "url", "timings"}
 BESIDE_A_LAUNCH_FILE = {
     *BESIDE_A_PLAN_FILE,
-    *("launch_file", "variables", "target", "cluster", "global_batch", "seq_len", "precision", "attention"),
+    *("launch_file", "variables", "target", "cluster", "global_batch", "seq_len", "precision"),
     *("framework", "calibration", "reserve_memory"),
 }
 

@@ -10,8 +10,9 @@ import typer
 
 from autoplan.cli import options
 from autoplan.cli.complete import words
-from autoplan.spec.axes import AXES, shown
+from autoplan.spec.axes import AXES, AXIS, shown
 from autoplan.spec.axis import Axis, Kind
+from autoplan.spec.enums import AttentionKernel
 from autoplan.spec.lengths import BATCHINGS
 from autoplan.spec.optimizers import OPTIMIZERS
 from autoplan.spec.preference import LOSSES, REFERENCES
@@ -46,7 +47,6 @@ def _number(name: str, text: str, metavar: str = "N") -> tuple[str, tuple[Any, A
 
 
 _PRECISIONS = ("bf16", "fp16", "fp8", "mxfp8", "nvfp4", "fp32")
-_ATTENTION = ("flash", "flash1", "flash2", "flash3", "cudnn", "megatron-fused", "unfused")
 _OBJECTIVES = (
     "step-time, tokens-per-device, cost-per-token, energy-per-token, time-to-tokens, devices, tokens or "
     "memory-headroom. Repeat it for the Pareto front of several."
@@ -64,9 +64,9 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
         _shared(
             "attention",
             "NAME",
-            "Attention kernel: flash (the framework's), flash1, flash2, flash3, cudnn, megatron-fused or unfused.",
+            AXIS["attention"].help,
             "flash",
-            choices=_ATTENTION,
+            choices=AttentionKernel,
         ),
         ("framework", (options.FrameworkOption, "megatron-core")),
         ("calibration", (options.CalibrationOption, None)),
@@ -206,7 +206,7 @@ def shared_flags(names: Iterable[str], *, after: str) -> Callable[[Command], Com
 
 def plan_flags(*, after: str) -> Callable[[Command], Command]:
     """Return a decorator that adds the flags of a plan, one for each axis with a flag."""
-    return _adding([_parameter(axis) for axis in AXES if axis.spelled], after)
+    return _adding([_parameter(axis) for axis in AXES if axis.spelled and axis.name not in SHARED], after)
 
 
 def _adding(added: Iterable[inspect.Parameter], after: str) -> Callable[[Command], Command]:

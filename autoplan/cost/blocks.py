@@ -308,7 +308,8 @@ def _block_cost(
     ep, wait = zeros, Pass.none(len(batch))
     if block is Block.MOE:
         work_s = parts.kernels.passes.total_s + parts.tp.total_s + hiding_s
-        ep = shown_expert_parallel_s(problem, batch, parts.ep, work_s)
+        of_shared = [seconds for name, seconds in parts.kernels.matrix_forward_s.items() if name.startswith("shared_")]
+        ep = shown_expert_parallel_s(problem, batch, parts.ep, work_s, zeros + add_up(of_shared))
         wait = _experts_wait_s(problem, batch)
     forward, backward, repeated = _work_terms(problem, batch, block, parts, unit, ep)
     states = sharded_states_s(problem, batch, links, unit)

@@ -36,7 +36,7 @@ def print_launch(
     model, training, plan = spec
     print_part(console, headline)
     console.print()
-    kernels = f"{training.precision}, {training.attention} attention{optimizer_text(training)}"
+    kernels = f"{training.precision}, {plan.attention} attention{optimizer_text(training)}"
     count, samples = plan.num_microbatches, "sequences" if training.preference is None else "pairs"
     lines: list[tuple[str, Cell]] = [
         ("model", f"{model.name}: {_model_line(model)}"),

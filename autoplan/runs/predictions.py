@@ -120,7 +120,7 @@ def recompute_is_stated(run: Run) -> bool:
     if run.problem is None or run.plan is None or any(column.startswith("recompute=") for column in run.filled):
         return False
     names_no_module = run.plan.recompute == "selective" and run.plan.recompute_modules == DEFAULT_RECOMPUTE_MODULES
-    return not (names_no_module and run.problem.fuses_attention)
+    return not names_no_module or run.problem.stores_scores(run.plan.attention)
 
 
 def _fits_recomputed(problem: Problem, plan: ParallelPlan) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 
 from autoplan.base.files import decode, read_table
 from autoplan.frameworks.presets import load_framework
-from autoplan.spec.enums import CudaGraphs, Dispatcher, Precision, RecomputeModule, Sharding
+from autoplan.spec.enums import AttentionKernel, CudaGraphs, Dispatcher, Precision, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
-from autoplan.spec.training import Attention
 
 FIRST_FLASH_YEAR = 2023  # earlier published runs with 3D parallelism had kernels like Megatron-LM's
 
@@ -39,7 +38,7 @@ class Recipe:
     doubted: Mapping[str, int | float] = field(default_factory=dict)
     doubted_from_nodes: int = 1
     is_similar: bool = False  # they were made with another framework, which works like this one and was not measured
-    attention: Attention = "flash"
+    attention: AttentionKernel = AttentionKernel.FLASH
     precision: Precision | None = None  # precision of its scripts, whatever a table says
     sharding: Sharding = Sharding.ZERO1
     interleaves_layers: bool = False  # dense models interleave chunks of one layer

@@ -12,6 +12,7 @@ from autoplan.runs.row import MAX_DEGREE, Row
 from autoplan.spec.axes import AXES, AXIS, DEFAULT_RECOMPUTE_MODULES
 from autoplan.spec.axis import Kind, Value
 from autoplan.spec.enums import (
+    AttentionKernel,
     ChunkedLoss,
     ContextParallelKind,
     CudaGraphs,
@@ -77,7 +78,7 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MAX_DEGREE) or 1
     if vp > 1 and pp == 1:
         row.filled.append("vp=1 without a pipeline")
-    recompute, num_repeated = _recompute(row, problem)
+    recompute, num_repeated = _recompute(row, problem, recipe)
     modules = _recompute_modules(row, problem, recipe) if recompute == "selective" else DEFAULT_RECOMPUTE_MODULES
     if not modules:
         recompute = Recompute.NONE
@@ -153,7 +154,8 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[s
     chosen: dict[str, int | Value] = {
         "dropout": bool(problem.framework.choice("dropout")) or keeps_dropout,
         "narrow_params": row.option("fp8_params", bool(narrow_params)),
-        "fp8_attention": problem.training.attention == "flash" and row.option("fp8_attention", narrows),
+        "attention": (attention := _attention(row, recipe)),
+        "fp8_attention": attention == AttentionKernel.FLASH and row.option("fp8_attention", narrows),
     }
     # Megatron-FSDP of recipes (Megatron-Bridge 067f987, perf_recipes/llama/gb200/llama3.py).
     if problem.framework.rules == "megatron-lm" and sharding in (Sharding.ZERO2, Sharding.ZERO3):
@@ -247,17 +249,22 @@ def _usual_vp(problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) 
     return model.num_layers // pp if can and recipe.interleaves_layers else 1
 
 
-def _usual_recompute(problem: Problem) -> Recompute:
-    """Default recomputation: none, or the core of an attention that would store its scores."""
-    return Recompute.NONE if problem.training.attention != "flash" or problem.fuses_attention else Recompute.SELECTIVE
+def _attention(row: Row, recipe: Recipe) -> AttentionKernel:
+    return AttentionKernel(row.word("attention", tuple(AttentionKernel), recipe.attention))
 
 
-def _recompute(row: Row, problem: Problem) -> tuple[str, int | None]:
+def _usual_recompute(problem: Problem, attention: AttentionKernel) -> Recompute:
+    """Default recomputation: none, or the core of an attention that would store its scores for want of a kernel."""
+    is_forced = attention == AttentionKernel.FLASH and problem.stores_scores(attention)
+    return Recompute.SELECTIVE if is_forced else Recompute.NONE
+
+
+def _recompute(row: Row, problem: Problem, recipe: Recipe) -> tuple[str, int | None]:
     """Return the row's recomputation with its number of layers per chunk: "full", "full:21"."""
     text = row.text("recompute") if row.has("recompute") else ""
     if text.startswith(f"{Recompute.FULL}:"):
         return Recompute.FULL, int(str(parse_recompute(text)["recompute_num_layers"]))
-    return row.word("recompute", tuple(Recompute), _usual_recompute(problem)), None
+    return row.word("recompute", tuple(Recompute), _usual_recompute(problem, _attention(row, recipe))), None
 
 
 def _recompute_modules(row: Row, problem: Problem, recipe: Recipe) -> tuple[RecomputeModule, ...]:
@@ -266,7 +273,7 @@ def _recompute_modules(row: Row, problem: Problem, recipe: Recipe) -> tuple[Reco
     if modules is not None:
         names = [name for name in modules.split("+") if name != "none"]
         return tuple(enum_value("recompute_modules", RecomputeModule, name) for name in names)
-    is_latent = problem.model.mla is not None and problem.fuses_attention
+    is_latent = problem.model.mla is not None and not problem.stores_scores(_attention(row, recipe))
     return (is_latent and recipe.latent_recompute) or DEFAULT_RECOMPUTE_MODULES
 
 

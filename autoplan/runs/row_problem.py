@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import lru_cache
-from typing import get_args
 
 from autoplan.base.errors import UnpricedError
 from autoplan.base.names import suggestion
@@ -22,7 +21,7 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import Attention, TrainingSpec
+from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 
 GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, if a table omits the vocabulary
@@ -65,7 +64,6 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
     framework = recipe.software()
     if recipe.is_similar:
         row.filled.append(f"framework treated as {recipe.framework}")
-    attention = row.word("attention", get_args(Attention), recipe.attention)
     precision = row.word("precision", tuple(Precision), recipe.precision or "bf16")
     if recipe.precision and precision != recipe.precision:
         row.filled.append(f"precision={recipe.precision} as its scripts train")
@@ -73,7 +71,6 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
     training = TrainingSpec(
         seq_len=_seq_len(row),
         precision=precision,  # type: ignore[arg-type]
-        attention=attention,  # type: ignore[arg-type]
         fused_norm=row.flag("fused_norm", False) if row.has("fused_norm") else None,
         optimizer=_optimizer(row),
         finetuning=_finetuning(row),

@@ -204,6 +204,29 @@ class CrossEntropyFusion(CodedEnum):
     TE = "te"
 
 
+class AttentionKernel(CodedEnum):
+    """Kernel of the attention core.
+
+    flash: the fused kernel that the framework takes; flash1 to flash3, cudnn (Transformer Engine's fused backend) and
+    flex (torch's FlexAttention) name it.  megatron-fused and unfused store their scores, the first with a kernel that
+    scales, masks and normalises them.
+    """
+
+    FLASH = "flash"
+    FLASH1 = "flash1"
+    FLASH2 = "flash2"
+    FLASH3 = "flash3"
+    CUDNN = "cudnn"
+    FLEX = "flex"
+    MEGATRON_FUSED = "megatron-fused"
+    UNFUSED = "unfused"
+
+    @property
+    def stores_scores(self) -> bool:
+        """Return whether scores are stored, instead of computed again."""
+        return self in (AttentionKernel.MEGATRON_FUSED, AttentionKernel.UNFUSED)
+
+
 class ChunkedLoss(CodedEnum):
     """Pieces of a micro-batch in which head and loss are computed, so that its logits never stand all at once.
 

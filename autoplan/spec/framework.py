@@ -9,7 +9,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import check_count, check_not_negative, check_positive, listed
 from autoplan.spec.axes import AXIS, offered, shown
 from autoplan.spec.axis import Value
-from autoplan.spec.enums import RankOrder
+from autoplan.spec.enums import AttentionKernel, RankOrder
 from autoplan.spec.plan import ParallelPlan
 
 
@@ -330,7 +330,7 @@ class Framework:
         if unknown := set(self.fitted) - GROUP_OF.keys():
             raise InputError(f"fitted names no trait of a framework: {listed(sorted(unknown))}")
         usual_axes = {text.partition("=")[0] for text in self.usual}
-        if unknown := usual_axes - {name for name, axis in AXIS.items() if axis.offered_by}:
+        if unknown := usual_axes - {name for name, axis in AXIS.items() if axis.offered_by or name == "attention"}:
             raise InputError(f"usual names no option of few frameworks: {listed(sorted(unknown))}")
         if unknown := {text.partition("=")[0] for text in self.lacks} - AXIS.keys():
             raise InputError(f"lacks names no option: {listed(sorted(unknown))}")
@@ -351,6 +351,11 @@ class Framework:
         """Options whose values in plans that leave them out differ from the defaults of `spec/axes.py`."""
         pairs = (text.partition("=") for text in self.usual)
         return {name: AXIS[name].parse(value, "usual") for name, _, value in pairs}
+
+    @property
+    def attention(self) -> AttentionKernel:
+        """Kernel of attention in plans that leave it out."""
+        return AttentionKernel(str(self.choice("attention")))
 
     def choosing(self, plan: ParallelPlan) -> Framework:
         """Return the framework whose plans have the options of `plan` that decide the numerics of training."""

@@ -17,6 +17,7 @@ from autoplan.spec import plan_words
 from autoplan.spec.axes import COLUMNS, DEFAULT_RECOMPUTE_MODULES, PARTLY_MEANT
 from autoplan.spec.axis import Axis, Kind
 from autoplan.spec.enums import (
+    AttentionKernel,
     ChunkedLoss,
     ContextParallelKind,
     CrossEntropyFusion,
@@ -89,12 +90,14 @@ class ParallelPlan:
     grad_reduce_overlap: bool = True
     param_gather_overlap: bool = True
     ep_overlap: bool = False
+    shared_expert_overlap: bool = False
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL
     cuda_graphs: CudaGraphs = CudaGraphs.NONE
     grad_dtype: GradType = GradType.FP32
     reduce_dtype: ReduceType = ReduceType.USUAL
     fp8_scaling: Fp8Scaling = Fp8Scaling.TENSORWISE
     narrow_params: bool = False
+    attention: AttentionKernel = AttentionKernel.FLASH
     fp8_attention: bool = False
     fp8_activation_input: bool = False
     token_dropping: bool = False
@@ -254,6 +257,7 @@ class PlanBatch(Rows):
     grad_reduce_overlap: Bools
     param_gather_overlap: Bools
     ep_overlap: Bools
+    shared_expert_overlap: Bools
     cp_kind: Ints
     dispatcher: Ints
     schedule: Ints
@@ -271,6 +275,7 @@ class PlanBatch(Rows):
     reduce_dtype: Ints
     fp8_scaling: Ints
     narrow_params: Bools
+    attention: Ints
     fp8_attention: Bools
     fp8_activation_input: Bools
     token_dropping: Bools

@@ -11,7 +11,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.units import format_bytes
 from autoplan.spec.blocks import Block
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import Precision
+from autoplan.spec.enums import AttentionKernel, Precision
 from autoplan.spec.framework import Framework
 from autoplan.spec.lengths import UNEVEN
 from autoplan.spec.model import Encoder, ModelSpec
@@ -179,7 +179,7 @@ class Problem:
         encoder_training = replace(
             training,
             seq_len=self.encoder_len,
-            document_len=None if training.stores_scores or not alone else min(alone, self.encoder_len),
+            document_len=None if not alone else min(alone, self.encoder_len),
             lengths=None,
             images=None,
             finetuning=training.finetuning and training.finetuning.in_encoder(self.model),
@@ -204,13 +204,12 @@ class Problem:
         assert encoder is not None
         return max(round(encoder.images * training.sequences_per_sample * encoder.positions(training.seq_len)), 1)
 
-    @property
-    def fuses_attention(self) -> bool:
-        """Return whether a kernel computes attention without storing its scores."""
+    def stores_scores(self, kernel: AttentionKernel) -> bool:
+        """Return whether attention stores its scores with this kernel, or where there is no other for its heads."""
         width = self.model.qk_head_dim if self.device.generation == "blackwell" else 0
         is_even = self.model.qk_head_dim == self.model.v_head_dim
         widest = max(self.framework.kernels.widest_blackwell_head, FLASH2_WIDEST_HEAD if is_even else 0)
-        return not self.training.stores_scores and width <= widest
+        return kernel.stores_scores or width > widest
 
     @property
     def num_devices(self) -> int:

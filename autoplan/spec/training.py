@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_count
@@ -14,9 +13,6 @@ from autoplan.spec.lengths import BATCHINGS, Batching, ImageCounts, Lengths
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.preference import Preference
 
-# `flash`: the fused kernel that the framework takes; the next four name it.
-Attention = Literal["flash", "flash1", "flash2", "flash3", "cudnn", "megatron-fused", "unfused"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
@@ -24,7 +20,6 @@ class TrainingSpec:
 
     seq_len: int
     precision: Precision = Precision.BF16
-    attention: Attention = "flash"
     fused_norm: bool | None = None  # None: what the framework does
     optimizer: OptimizerName = "adam"
     # Tokens of the busiest rank of experts over their mean, whose memory and time a step waits for: 1.05-1.3 where a
@@ -48,10 +43,6 @@ class TrainingSpec:
         check_count("seq_len", self.seq_len, at_most=10**8)
         if self.document_len is not None:
             check_count("document_len", self.document_len, at_most=self.seq_len)
-            if self.stores_scores:
-                raise InputError(
-                    f"document_len needs attention that can skip other documents, not {self.attention}: use flash"
-                )
         if self.batching not in BATCHINGS:
             raise InputError(f"batching must be one of {', '.join(BATCHINGS)}, got {str(self.batching)[:20]!r}")
         if self.lengths is not None:
@@ -70,16 +61,11 @@ class TrainingSpec:
             raise InputError("document_len is the mean of lengths: leave one of them out")
         if self.batching in ("packed", "joined") and self.preference is not None:
             raise InputError(f"pairs of sequences are not {self.batching}: use batching padded or unpadded")
-        if self.batching == "packed" and self.stores_scores:
-            raise InputError(
-                f"packed samples need attention that can skip other samples, not {self.attention}: use flash, "
-                "or batching joined or padded"
-            )
 
     @property
-    def stores_scores(self) -> bool:
-        """Return whether attention stores its scores, instead of computing them again."""
-        return self.attention in ("megatron-fused", "unfused")
+    def skips_documents(self) -> bool:
+        """Return whether attention looks at single documents of a sequence."""
+        return self.document_len is not None or (self.lengths is not None and self.batching == "packed")
 
     @property
     def has_adapters(self) -> bool:

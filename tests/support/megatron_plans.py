@@ -370,10 +370,10 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
         param_gather_overlap=overlaps and sharding != "none",
         ep_overlap=moe and draw(st.booleans()),
         rank_order=draw(st.sampled_from(RankOrder)) if pp > 1 else RankOrder.DP_BEFORE_PP,
+        attention=draw(st.sampled_from(["flash", "flash2", "cudnn", "unfused"])),
         **recompute,
     )
-    attention = draw(st.sampled_from(["flash", "unfused"]))
-    file = plan_file_of(model, cluster_of(-(-plan.num_devices // 8)), attention=attention, **_fields(plan))
+    file = plan_file_of(model, cluster_of(-(-plan.num_devices // 8)), **_fields(plan))
     workload = Workload(model=model, training=file.training, num_devices=plan.num_devices)
     from hypothesis import assume
 

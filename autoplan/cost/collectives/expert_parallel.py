@@ -105,14 +105,19 @@ def _unpaired_share(batch: PlanBatch) -> Floats:
     return np.minimum((warmup + 1) / (batch.vp * batch.num_microbatches), 1.0)
 
 
-def shown_expert_parallel_s(problem: Problem, batch: PlanBatch, traffic_s: Floats, work_s: Floats) -> Floats:
-    """Exposed time of one pass of expert traffic that may overlap with a layer of another micro-batch.
+def shown_expert_parallel_s(
+    problem: Problem, batch: PlanBatch, traffic_s: Floats, work_s: Floats, shared_s: Floats
+) -> Floats:
+    """Exposed time of one pass of expert traffic that may overlap with other work.
 
-    Both passes of a layer offer `work_s` to hide 2 `traffic_s`.  Hidden traffic slows the work by the compute units
-    that its kernels occupy.
+    Both passes of a layer of another micro-batch offer `work_s` to hide 2 `traffic_s`, or shared experts `shared_s` of
+    each: their first matrix runs beside the dispatch, the second beside the way back (Megatron-LM d98e8a6,
+    core/transformer/moe/shared_experts.py).  Hidden traffic slows the work by the compute units that its kernels
+    occupy.
     """
     occupied = _occupied_units(problem, batch) / problem.cluster.device.compute_units
-    hidden = np.minimum(traffic_s, work_s / 2)
-    paired = traffic_s - hidden * (1.0 - np.minimum(occupied, 1.0))
+    gained = 1.0 - np.minimum(occupied, 1.0)
+    paired = traffic_s - np.minimum(traffic_s, work_s / 2) * gained
     alone = _unpaired_share(batch)
-    return np.where(batch.ep_overlap, alone * traffic_s + (1.0 - alone) * paired, traffic_s)
+    beside_shared = traffic_s - np.minimum(traffic_s, shared_s) * gained * batch.shared_expert_overlap
+    return np.where(batch.ep_overlap, alone * traffic_s + (1.0 - alone) * paired, beside_shared)

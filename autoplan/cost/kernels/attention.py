@@ -6,6 +6,7 @@ Arrays have one element per plan; times are seconds.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from autoplan.cost.kernels.sequences import attended_len, tokens_per_sample
 from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.passes import Pass
 from autoplan.spec.blocks import Block
-from autoplan.spec.enums import ContextParallelKind
+from autoplan.spec.enums import AttentionKernel, ContextParallelKind, members
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
@@ -90,20 +91,33 @@ UNALIGNED_HEAD_SHARE = 0.1  # batched GEMMs whose head_dim is no multiple of 8 l
 
 def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
     """Time of the attention core on one rank."""
+    kernels, kernel_of = np.unique(batch.attention, return_inverse=True)
+    if len(kernels) <= 1:
+        code = int(kernels[0]) if len(kernels) else AttentionKernel.FLASH.code
+        return _core_s(problem, batch, block, members(AttentionKernel)[code])
+    result = Pass(np.empty(len(batch)), np.empty(len(batch)))
+    for at, code in enumerate(kernels):
+        rows = np.flatnonzero(kernel_of == at)
+        times = _core_s(problem, batch.take(rows), block, members(AttentionKernel)[int(code)])
+        result.forward_s[rows], result.backward_s[rows] = times.forward_s, times.backward_s
+    return result
+
+
+def _core_s(problem: Problem, batch: PlanBatch, block: Block, chosen: AttentionKernel) -> Pass:
     elsewhere = np.where(batch.cp_kind == ContextParallelKind.RING.code, (batch.cp - 1) / batch.cp, 0.0)
     factor = (
         problem.model.attention_streams
         * problem.calibration.attention
         * (1.0 + (problem.framework.kernels.ring_attention_factor - 1.0) * elsewhere)
     )
-    if not problem.fuses_attention:
-        return _unfused_s(problem, batch, block, factor)
+    if problem.stores_scores(chosen):
+        return _unfused_s(problem, batch, block, factor, is_fused=chosen is AttentionKernel.MEGATRON_FUSED)
     model, training, device = problem.model, problem.training, problem.device
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
     factor = factor * np.where(batch.dropout, DROPOUT_ATTENTION_TIME, 1.0)
     eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
-    kernel = _flash_kernel(problem)
+    kernel = _flash_kernel(problem) if chosen is AttentionKernel.FLASH else str(chosen)
     backward_share = AOTRITON_BACKWARD_SHARE if kernel == "aotriton" else FLASH_BACKWARD_SHARE
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
@@ -143,7 +157,7 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
 
 
 def _flash_kernel(problem: Problem) -> str:
-    """Return the kernel used for fused attention.
+    """Return the kernel that a framework takes for fused attention.
 
     torch's own kernel is FlashAttention 2 where values are as wide as keys (torchtitan pull request 1610), and on
     Blackwell cuDNN's, which it prefers there and on Hopper from cuDNN 9.15 on (pytorch v2.14.1, sdp_utils.cpp); earlier
@@ -152,8 +166,6 @@ def _flash_kernel(problem: Problem) -> str:
     (ROCm/aotriton 30ae967, modules/flash/csrc/aiter_bwd.cc and aiter_fwd.cc).
     """
     kernel = problem.framework.kernels.flash_kernel
-    if problem.training.attention != "flash":
-        return problem.training.attention
     if kernel != "sdpa":
         return kernel
     if problem.device.vendor == "nvidia" and problem.model.qk_head_dim != problem.model.v_head_dim:
@@ -173,12 +185,12 @@ def _kernel_widths(model: ModelSpec, kernel: str) -> tuple[int, int]:
     return padded, 2 * padded
 
 
-def _unfused_s(problem: Problem, batch: PlanBatch, block: Block, factor: Floats) -> Pass:
+def _unfused_s(problem: Problem, batch: PlanBatch, block: Block, factor: Floats, *, is_fused: bool) -> Pass:
     """Time of attention that stores its scores; its products take `factor` times their reference times."""
     model, training, device = problem.model, problem.training, problem.device
     tokens, heads = rank_tokens(problem, batch), model.num_heads / batch.tp
-    # The whole square, as an unfused softmax masks positions instead of skipping them.
-    seen_len: Floats | float = attended_len(training, batch.micro_batch)
+    # The whole square, as an unfused softmax masks positions, and other images, instead of skipping them.
+    seen_len: Floats | float = attended_len(replace(training, document_len=None), batch.micro_batch)
     own_len = 0.0 if block is Block.CROSS_ATTENTION else seen_len
     scores = tokens * heads * (own_len + encoder_positions(model, block, seen_len))
     rate = wide_peak(problem) * device.gemm_efficiency * (UNALIGNED_HEAD_SHARE if model.qk_head_dim % 8 else 1.0)
@@ -186,7 +198,7 @@ def _unfused_s(problem: Problem, batch: PlanBatch, block: Block, factor: Floats)
     narrow = (1 + device.gemm.half_k / model.qk_head_dim) * (1 + device.gemm.half_n / model.v_head_dim)
     products = 2.0 * scores * (model.qk_head_dim + model.v_head_dim) * narrow
     moved: Floats | float = problem.framework.kernels.bytes_per_unfused_score
-    if training.attention == "megatron-fused":
+    if is_fused:
         wide = FUSED_SOFTMAX_PASSES * (problem.framework.memory.bytes_per_fused_score - 2.0)
         moved = FUSED_SOFTMAX_BYTES + wide + np.where(batch.dropout, SCORE_DROPOUT_BYTES, 0.0)
     softmax = memory_bound_s(problem, moved / 3 * scores)  # a third of it is forward

@@ -18,7 +18,7 @@ from autoplan.base.arrays import Bools, Floats, Rows
 from autoplan.cost.kernels.measured import Sizes, find_kernels
 from autoplan.cost.kernels.sequences import tokens_per_sample
 from autoplan.spec.blocks import Block
-from autoplan.spec.enums import Sharding
+from autoplan.spec.enums import AttentionKernel, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import (
     LAYER_HALVES,
@@ -218,7 +218,8 @@ def _layer_shape(problem: Problem, batch: PlanBatch, kind: MeasuredLayer) -> Seq
 
 def _fits(batch: PlanBatch) -> Bools:
     """Return which plans run the units as measured: sequence-parallel between split matrices, on whole sequences."""
-    return ((batch.tp == 1) | batch.sp) & (batch.cp == 1) & ~batch.fp8_attention
+    is_usual = ~batch.fp8_attention & (batch.attention == AttentionKernel.FLASH.code)
+    return ((batch.tp == 1) | batch.sp) & (batch.cp == 1) & is_usual
 
 
 def _only(lookup: Lookup, is_wanted: Bools) -> Lookup:
@@ -227,7 +228,7 @@ def _only(lookup: Lookup, is_wanted: Bools) -> Lookup:
 
 def _is_whole(problem: Problem) -> bool:
     training = problem.training
-    is_usual = training.attention == "flash" and training.finetuning is None
+    is_usual = training.finetuning is None
     is_even = training.document_len is None and training.lengths is None
     is_even = is_even and training.preference is None
     return problem.timings.is_own and is_usual and is_even

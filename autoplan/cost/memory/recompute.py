@@ -27,7 +27,7 @@ from autoplan.cost.kernels.sizes import (
 )
 from autoplan.cost.memory.state_types import WIDE_BYTES
 from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
-from autoplan.spec.enums import OffloadLayers, OffloadModules, RecomputeModule
+from autoplan.spec.enums import AttentionKernel, OffloadLayers, OffloadModules, RecomputeModule
 from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -47,9 +47,9 @@ GIVEN_BACK_BY: Mapping[RecomputeModule, tuple[RecomputeModule, ...]] = {
 Parts = dict[RecomputeModule | None, Floats]
 
 
-def stores_scores(problem: Problem) -> bool:
-    """Return whether the attention core stores its scores, so that recomputing it saves memory."""
-    return not problem.fuses_attention
+def stores_scores(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans store the scores of the attention core, so that recomputing it saves memory."""
+    return np.array([problem.stores_scores(kernel) for kernel in AttentionKernel])[batch.attention]
 
 
 def _input_bytes(problem: Problem, batch: PlanBatch) -> Floats:
@@ -143,7 +143,7 @@ def _product_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bloc
     parts = _attention_parts(problem, batch, block, shape)
     heads = rank_tokens(problem, batch) * model.num_heads / batch.tp * model.attention_streams
     output = _output_bytes(problem, batch, shape) * model.qk_head_dim * heads
-    sums = 0.0 if stores_scores(problem) else 4.0 * heads  # logarithms of the softmax sums
+    sums = np.where(stores_scores(problem, batch), 0.0, 4.0 * heads)  # logarithms of the softmax sums
     core = parts.get(RecomputeModule.CORE_ATTN, 0.0) + element * model.qk_head_dim * heads + sums
     return {RecomputeModule.CORE_ATTN: core, None: parts[None] - output - sums + residual}
 
@@ -249,15 +249,16 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
             always_kept = always_kept + norm_bytes * tokens * model.qk_head_dim * (heads + keys_per_query * kv_heads)
     if model.attention_output_gate:
         always_kept = always_kept + 2.0 * element * tokens * model.qk_head_dim * heads  # the gate and the gated output
-    if stores_scores(problem):
-        is_fused = framework.kernels.fuses_softmax or training.attention == "megatron-fused"
+    stores = stores_scores(problem, batch)
+    if stores.any():
+        is_fused = framework.kernels.fuses_softmax | (batch.attention == AttentionKernel.MEGATRON_FUSED.code)
         memory = framework.memory
-        score = memory.bytes_per_fused_score if is_fused else memory.bytes_kept_per_unfused_score
-        score = min(score, element) if model.narrow_softmax else score
+        score = np.where(is_fused, memory.bytes_per_fused_score, memory.bytes_kept_per_unfused_score)
+        score = np.minimum(score, element) if model.narrow_softmax else score
         dropped = np.where(batch.dropout, SCORE_DROPOUT_BYTES, 0.0)
-        parts[RecomputeModule.CORE_ATTN] = (score + dropped) * tokens * heads * seen_len
-    else:
-        always_kept = always_kept + 4.0 * tokens * heads  # the logarithms of the softmax sums
+        parts[RecomputeModule.CORE_ATTN] = stores * (score + dropped) * tokens * heads * seen_len
+    # The logarithms of the softmax sums.
+    always_kept = always_kept + np.where(stores, 0.0, 4.0 * tokens * heads)
     parts[None] = always_kept
     return {module: size * model.attention_streams for module, size in parts.items()}
 
@@ -278,7 +279,7 @@ def _output_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Floa
     """
     copy, stored = _input_bytes(problem, batch), _attention_bytes(problem, batch)
     if not shape.keeps_input("out"):
-        return 0.0 * stored if stores_scores(problem) else stored
+        return np.where(stores_scores(problem, batch), 0.0, stored)
     return stored + np.where(copy < problem.training.element_bytes, copy, 0.0)
 
 

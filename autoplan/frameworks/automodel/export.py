@@ -301,7 +301,7 @@ def _check(plan_file: PlanFile) -> None:
     check_legal(RULES, model, training, plan_file.best.plan, "NeMo AutoModel does not support the plan")
     check_limits(LIMITS, model, training, plan_file.best.plan, "NeMo AutoModel cannot express")
     refusals = (
-        (training.attention != "flash", f"attention {training.attention!r}: plan with flash"),
+        (plan_file.best.plan.attention != "flash", f"attention {plan_file.best.plan.attention!r}: plan with flash"),
         (model.cross_attention, "cross attention: its program trains models of one stack"),
         (model.bidirectional, "bidirectional attention: its program trains causal models"),
         (model.any_encoder is not None, "an image encoder: give only its text model"),

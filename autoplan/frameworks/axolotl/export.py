@@ -21,7 +21,7 @@ from autoplan.frameworks.axolotl.options import (
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.common.tuning import refused_by_peft
-from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, RECOMPUTE
+from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, RECOMPUTE, SKIPS, written_attention
 from autoplan.frameworks.hf_trainer.write import (
     IN_16_BITS,
     adapters_of,
@@ -31,10 +31,10 @@ from autoplan.frameworks.hf_trainer.write import (
     yaml_target,
 )
 from autoplan.readers.model import hub_name
-from autoplan.spec.enums import MainWeights, Sharding
+from autoplan.spec.enums import AttentionKernel, MainWeights, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import Batching
-from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.preference import Preference
 from autoplan.spec.training import TrainingSpec
@@ -58,12 +58,12 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
         "datasets": [_DATASETS[training.preference.loss if training.preference else None]],
         **(_preference(training.preference) if training.preference else {}),
         LENGTH: training.seq_len,
-        **BATCHINGS[_batching(training, plan)],
+        **BATCHINGS[_batching(plan_file)],
         **{NAMES.get(key, key): value for key, value in arguments.items()},
         **written_precision(plan),
         **({"bf16": "full"} if is_unmixed(plan) else {}),
         **({KEEPS: False} if tuning and plan.main_weights == MainWeights.BF16 else {}),
-        "attn_implementation": "eager" if training.attention == "unfused" else "flash_attention_2",
+        "attn_implementation": written_attention(plan),
         **{
             key: value
             for name, (plugin, kind) in LOSSES.items()
@@ -79,11 +79,12 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
     }
 
 
-def _batching(training: TrainingSpec, plan: ParallelPlan) -> Batching:
+def _batching(plan_file: PlanFile) -> Batching:
     """Return how samples form sequences: as planned; if all sequences have one length, in any supported way."""
+    training, plan = plan_file.training, plan_file.best.plan
     is_free = training.lengths is None and training.document_len is None and training.preference is None
     splits_packs = plan.cp > 1 and plan.micro_batch > 1
-    return "full" if is_free and (training.attention == "unfused" or splits_packs) else batching_of(training)
+    return "full" if is_free and (plan.attention not in SKIPS or splits_packs) else batching_of(plan_file)
 
 
 def _preference(preference: Preference) -> dict[str, Any]:
@@ -150,7 +151,7 @@ LIMITS = (
     ),
     Rule(
         source=f"{_VALIDATION}:1655",
-        holds=lambda s, b: (b.cp == 1) | (s.training.attention != "unfused"),
+        holds=lambda s, b: (b.cp == 1) | (b.attention != AttentionKernel.UNFUSED.code),
         text=lambda s, p: f"cp {p.cp} with unfused attention: use flash",
     ),
     Rule(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.frameworks.common.option_table import Row, Value, count, optional_count
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
-from autoplan.spec.enums import ChunkedLoss
+from autoplan.spec.enums import AttentionKernel, ChunkedLoss
 from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OptimizerName
 
@@ -29,6 +29,13 @@ BATCHINGS: dict[Batching, dict[str, Value]] = {
     "padded": {"sample_packing": False, "pad_to_sequence_len": False},
 }
 OPTIMIZER_WORDS: dict[OptimizerName, str] = WRITTEN_OPTIM | {"muon": "muon"}  # utils/schemas/enums.py:95
+# Switches of kernels of attention (utils/schemas/config.py).
+KERNELS = {
+    "flash_attention": AttentionKernel.FLASH2,
+    "sdp_attention": AttentionKernel.FLASH,
+    "flex_attention": AttentionKernel.FLEX,
+    "eager_attention": AttentionKernel.UNFUSED,
+}
 # Plugin and kind of a loss in pieces by the switch of it (integrations/liger/args.py, cut_cross_entropy/args.py).
 LOSSES = {
     "liger_fused_linear_cross_entropy": ("axolotl.integrations.liger.LigerPlugin", ChunkedLoss.LIGER),
@@ -37,7 +44,7 @@ LOSSES = {
 # On by default for adapters (utils/schemas/config.py:1975).
 LORA_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 COSTLESS = (
-    *("flash_attention", "sdp_attention", "xformers_attention", "strict", "special_tokens", "tokens", "val_set_size"),
+    *("xformers_attention", "strict", "special_tokens", "tokens", "val_set_size"),
     *("test_datasets", "pretraining_dataset", "shuffle_merged_datasets", "evals_per_epoch", "saves_per_epoch"),
     *("auto_resume_from_checkpoints", "num_epochs", "train_on_inputs", "base_model_config", "model_type"),
     *(

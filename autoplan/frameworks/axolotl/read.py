@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.axolotl.options import COSTLESS, KEEPS, LENGTH, LOSSES, MESH, NAMES
+from autoplan.frameworks.axolotl.options import COSTLESS, KEEPS, KERNELS, LENGTH, LOSSES, MESH, NAMES
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Argument, Options, parse_yaml
@@ -65,8 +65,11 @@ def read(text: str, context: LaunchContext) -> Launch:
         is_kernel = re.match(r"(liger_|cut_cross_entropy$|lora_\w+_kernel$|unsloth_)", key) is not None
         if is_kernel and is_on(options, key) and (preference is not None or key not in LOSSES):
             options.remark(key, "priced with the kernels of transformers")
-    losses = [kind for key, (_, kind) in LOSSES.items() if preference is None and is_on(options, key)]
     plugins = options.value("plugins") or []
+    # The plugin of cut cross entropy turns it on, that of Liger takes a switch.
+    cut = next(key for key, (_, kind) in LOSSES.items() if kind is ChunkedLoss.CUT)
+    is_cut = isinstance(plugins, list) and LOSSES[cut][0] in plugins and not options.has(cut)
+    losses = [kind for key, (_, kind) in LOSSES.items() if is_on(options, key) or (is_cut and key == cut)]
     known = [plugin for plugin, _ in LOSSES.values()]
     if not isinstance(plugins, list) or any(str(plugin) not in known for plugin in plugins):
         options.remark("plugins", "changes by a plugin are not priced")
@@ -86,7 +89,8 @@ def read(text: str, context: LaunchContext) -> Launch:
         keeps_adapters=options.has(KEEPS) and not options.flag(KEEPS),
         autocasts=options.value("bf16") != "full",  # core/builders/base.py:273
         config_turns_fsdp_on=True,
-        chunked_loss=next(iter(losses), ChunkedLoss.NONE),
+        chunked_loss=next(iter(losses), ChunkedLoss.NONE) if preference is None else ChunkedLoss.NONE,
+        attention=next((kernel for key, kernel in KERNELS.items() if is_on(options, key)), None),
         takes_last_precision=True,  # "auto" counts as on (utils/config/__init__.py)
     )
     return launch_of(options, context, program, None)

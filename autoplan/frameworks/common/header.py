@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds
+from autoplan.spec.enums import AttentionKernel
 from autoplan.spec.lengths import Batching
 from autoplan.spec.plan_file import PlanFile
 
@@ -40,7 +41,7 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
         f"Priced as {plan_file.framework.name}, calibration {plan_file.calibration.name}, by {made_by}",
         f"Made from: {plan_file.command}",
     ]
-    if (attention := plan_file.training.attention) != USUAL_ATTENTION:
+    if (attention := best.plan.attention) != AttentionKernel.FLASH:
         lines.append(f"Priced with {attention} attention, which your program must use unless an option below sets it")
     if (imbalance := plan_file.training.expert_imbalance) > 1.0:
         lines.append(f"Priced with {imbalance:g} times the mean of tokens on the busiest rank of experts")

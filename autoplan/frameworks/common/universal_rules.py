@@ -10,7 +10,7 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.spec.axes import AXES, shown
 from autoplan.spec.axis import Axis
-from autoplan.spec.enums import MainWeights, MomentType, Offload, Precision, Schedule, Sharding
+from autoplan.spec.enums import AttentionKernel, MainWeights, MomentType, Offload, Precision, Schedule, Sharding
 from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan import (
     ALL_LAYERS,
@@ -88,6 +88,13 @@ def _linear_attention(workload: Workload, batch: PlanBatch) -> Bools:
     return (batch.cp == 1) & (net.num_key_heads % batch.tp == 0) if net else all_true(batch)
 
 
+def _skipping(workload: Workload, batch: PlanBatch) -> Bools:
+    """Attention that stores its scores computes those of all positions."""
+    if not workload.training.skips_documents:
+        return all_true(batch)
+    return ~np.array([kernel.stores_scores for kernel in AttentionKernel])[batch.attention]
+
+
 def _adams_types(workload: Workload, batch: PlanBatch) -> Bools:
     """Types of main weights and moments are those of an Adam that Megatron-Core fuses, and that on the host is one.
 
@@ -113,6 +120,12 @@ def _whole_matrices(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule(
+        holds=_skipping,
+        text=lambda s, p: (
+            f"attention {p.attention} cannot skip other documents or samples: use flash, or batching joined or padded"
+        ),
+    ),
     Rule(
         holds=_adams_types,
         text=lambda s, p: f"{_of_adam(p)} needs Adam, the optimizer is {s.training.optimizer}: leave one of them out",

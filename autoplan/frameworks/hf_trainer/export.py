@@ -29,6 +29,7 @@ from autoplan.frameworks.hf_trainer.options import (
     PRECISIONS,
     RECOMPUTE,
     WRITTEN_OPTIM,
+    written_attention,
 )
 from autoplan.frameworks.hf_trainer.write import (
     adapters_of,
@@ -132,7 +133,7 @@ def _plan(plan_file: PlanFile) -> list[dict[str, Value]]:
         dict.fromkeys(recompute, False) if shards else recompute,
         {"fsdp": "", "fsdp_config": written_fsdp(plan_file, OFFLOAD) | offload} if shards else {},
         {"optim": WRITTEN_OPTIM[training.optimizer]},
-        {"attn_implementation": "eager" if training.attention == "unfused" else "flash_attention_2"},
+        {"attn_implementation": written_attention(plan)},
         {LIGER: True, "liger_kernel_config": LIGERS_LOSS_ALONE} if plan.chunked_loss == ChunkedLoss.LIGER else {},
         {"loss_type": "nll"} if training.preference is None else {},  # other losses keep only a part of the logits
     ]
@@ -151,16 +152,9 @@ def _precision(plan_file: PlanFile) -> dict[str, Value]:
     return switches | ({"dtype": DTYPES["bf16"]} if is_narrow else {})
 
 
-def _batching(training: TrainingSpec) -> Batching:
-    """Return how samples form sequences; packing needs flash attention (trainer/sft_trainer.py:1211)."""
-    batching = batching_of(training)
-    is_free = training.lengths is None and training.document_len is None
-    return "padded" if is_free and training.attention == "unfused" else batching
-
-
 def _tuning(plan_file: PlanFile) -> list[dict[str, Value]]:
     training = plan_file.training
-    batching = {} if training.preference and _batching(training) == "padded" else BATCHINGS[_batching(training)]
+    batching = {} if training.preference and batching_of(plan_file) == "padded" else BATCHINGS[batching_of(plan_file)]
     sequences: dict[str, Value] = {"max_length": training.seq_len, **batching}
     if training.preference and training.preference.loss == "dpo" and training.preference.reference == "none":
         sequences["precompute_ref_log_probs"] = True
@@ -199,7 +193,7 @@ LIMITS = (*write.LIMITS, *deepspeed.LIMITS, _LOSSES)
 
 def _check(plan_file: PlanFile) -> None:
     training = plan_file.training
-    preference, batching = training.preference, _batching(training)
+    preference, batching = training.preference, batching_of(plan_file)
     takes_deepspeed = _takes_deepspeed(plan_file)
     refusals = (
         (
@@ -209,10 +203,6 @@ def _check(plan_file: PlanFile) -> None:
         (
             preference is not None and training.lengths is not None and not _pads(preference.loss, batching),
             f"batching {batching} of preferences: plan with padded",
-        ),
-        (  # trainer/sft_trainer.py:1145
-            batching == "unpadded" and training.attention == "unfused",
-            "unfused attention of samples without padding: plan with flash",
         ),
         (
             takes_deepspeed and training.optimizer not in deepspeed.TARGET.optimizers,

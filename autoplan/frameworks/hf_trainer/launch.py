@@ -30,10 +30,11 @@ from autoplan.frameworks.hf_trainer.options import (
     RECOMPUTE,
     SPMD,
     is_on,
+    read_attention,
     read_optimizer,
 )
 from autoplan.readers.model import find_preset
-from autoplan.spec.enums import ChunkedLoss, MainWeights, Offload, Precision, Recompute, Sharding
+from autoplan.spec.enums import AttentionKernel, ChunkedLoss, MainWeights, Offload, Precision, Recompute, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
@@ -83,6 +84,7 @@ class Program:
     autocasts: bool = True
     config_turns_fsdp_on: bool = False  # `fsdp_config` is enough; the Trainer ignores it without `fsdp`
     chunked_loss: ChunkedLoss = ChunkedLoss.NONE
+    attention: AttentionKernel | None = None  # None: by the Trainer's arguments
     takes_last_precision: bool = False  # if both bf16 and fp16 are on, which the Trainer refuses
 
 
@@ -136,7 +138,7 @@ def training_of(
         optimizer=program.optimizer or read_optimizer(options),
         finetuning=program.finetuning,
     )
-    return replace(training, attention="unfused") if _is_eager(options) else training
+    return training
 
 
 def precision_of(options: Options, program: Program, context: LaunchContext) -> Precision:
@@ -176,6 +178,7 @@ def launch_of(options: Options, context: LaunchContext, program: Program, num_de
         **mesh | states | held_types(program, states["sharding"]),  # every rank holds whole experts
         precision=precision,
         chunked_loss=program.chunked_loss,
+        attention=program.attention or read_attention(options),
         micro_batch=micro,
         global_batch=micro * steps * mesh["dp_replicate"] * mesh["dp_shard"],
     )
@@ -197,10 +200,6 @@ def held_types(program: Program, sharding: Sharding) -> Fields:
         return {"main_weights": MainWeights.BF16} if keeps else {"wide_adapters": not program.autocasts}
     keeps = program.holds_bf16 and (sharding == Sharding.NONE or not program.autocasts)
     return {"main_weights": MainWeights.BF16 if keeps else MainWeights.FP32}
-
-
-def _is_eager(options: Options) -> bool:
-    return any(options.text(key) in ("eager", "disabled") for key in ("attn_implementation", "flash_attn", "attn_impl"))
 
 
 def _sizes(mesh: Mesh, num_devices: int) -> Fields:
@@ -365,6 +364,7 @@ def _with_deepspeed(options: Options, context: LaunchContext, program: Program, 
         launch,
         target=program.target,
         framework="deepspeed-hf",
+        plan=replace(launch.plan, attention=program.attention or read_attention(options)),
         training=replace(training, precision=launch.training.precision),
         options=(*options.options(), *launch.options),
         unread=tuple(sorted((*launch.unread, *options.unread(HARMLESS)), key=lambda item: not item.matters)),

@@ -11,9 +11,10 @@ from typing import Any
 from autoplan.frameworks.common.option_table import Assumed, Option, Value, count, switch
 from autoplan.frameworks.common.options import Options, parse_json
 from autoplan.readers.finetuning import OPTIM, OTHER_OPTIM
-from autoplan.spec.enums import ChunkedLoss, Offload, Precision, Recompute
+from autoplan.spec.enums import AttentionKernel, ChunkedLoss, Offload, Precision, Recompute
 from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
+from autoplan.spec.plan import ParallelPlan
 
 MICRO_BATCH = count("per_device_train_batch_size", "micro_batch", 8)
 ACCUMULATION = count("gradient_accumulation_steps", "num_microbatches", 1)
@@ -60,6 +61,23 @@ ASSUMED: tuple[Option, ...] = (
     Assumed("spmd_2d_sharding", (None, 0), SPMD),
     Assumed("activation_offloading", (False, None), "activations are priced on the device"),
 )
+# Kernels of attention (transformers/modeling_utils.py, attn_implementation; kernels-community on the hub): sdpa is what
+# torch has.
+KERNELS = {
+    "sdpa": AttentionKernel.FLASH,
+    "flash_attention_2": AttentionKernel.FLASH2,
+    "flash_attention_3": AttentionKernel.FLASH3,
+    "flex_attention": AttentionKernel.FLEX,
+    "eager": AttentionKernel.UNFUSED,
+}
+_KERNEL_KEYS = ("attn_implementation", "flash_attn", "attn_impl")
+_OTHER_KERNELS = {
+    **dict.fromkeys(("auto", "true", ""), AttentionKernel.FLASH),
+    **dict.fromkeys(("fa2", "flash_attn", "kernels-community/flash-attn2"), AttentionKernel.FLASH2),
+    **dict.fromkeys(("fa3", "kernels-community/flash-attn3"), AttentionKernel.FLASH3),
+    **dict.fromkeys(("disabled", "false"), AttentionKernel.UNFUSED),
+}
+SKIPS = (AttentionKernel.FLASH2, AttentionKernel.FLASH3)  # what packs samples into a sequence needs one of them
 LIGER = "use_liger_kernel"
 # What `liger_kernel_config` may turn off (Liger-Kernel, transformers/monkey_patch.py): the loss alone is an option.
 _LOSS = "fused_linear_cross_entropy"
@@ -90,6 +108,21 @@ def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
         options.remark(key, "priced as Adam")
         return "adam"
     return optimizer
+
+
+def read_attention(options: Options) -> AttentionKernel:
+    """Return the kernel of attention; others are remarked on and priced as torch's."""
+    for key in _KERNEL_KEYS:
+        if (word := options.text(key)) is not None:
+            if (kernel := (KERNELS | _OTHER_KERNELS).get(word.casefold())) is None:
+                options.remark(key, "priced as the kernel of torch")
+            return kernel or AttentionKernel.FLASH
+    return AttentionKernel.FLASH
+
+
+def written_attention(plan: ParallelPlan) -> str:
+    """Return the name of the kernel of attention."""
+    return next(word for word, kernel in KERNELS.items() if kernel == plan.attention)
 
 
 def read_loss(options: Options) -> ChunkedLoss:

@@ -152,7 +152,7 @@ def program_of(options: Options, *, is_trl: bool) -> Program:
 
 def _remark_kernels(options: Options) -> None:
     """Remark on data types and kernels of TRL that are not modelled (trl/trainer/model_config.py, sft_config.py)."""
-    options.pass_over("attn_implementation", "bnb_4bit_quant_storage", "bnb_4bit_compute_dtype")
+    options.pass_over("bnb_4bit_quant_storage", "bnb_4bit_compute_dtype")
     if options.text("loss_type") == "chunked_nll":
         options.remark("loss_type", "priced with whole logits")
     elif options.text("loss_type") == "nll":

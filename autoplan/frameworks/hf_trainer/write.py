@@ -15,7 +15,7 @@ from autoplan.frameworks.common.option_table import Option, Value, written
 from autoplan.frameworks.common.rules import Rule, check_legal, check_limits
 from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32
-from autoplan.frameworks.hf_trainer.options import PRECISIONS
+from autoplan.frameworks.hf_trainer.options import KERNELS, PRECISIONS, SKIPS
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.finetuning import FineTuning
@@ -137,13 +137,17 @@ def adapters_of(training: TrainingSpec) -> FineTuning | None:
     return training.finetuning if training.has_adapters else None
 
 
-def batching_of(training: TrainingSpec) -> Batching:
-    """Return how samples form sequences: as planned; if all sequences have one length, in any supported way."""
+def batching_of(plan_file: PlanFile) -> Batching:
+    """Return how samples form sequences: as planned; if all sequences have one length, in any supported way.
+
+    Packing needs FlashAttention (trl/trainer/sft_trainer.py:1211).
+    """
+    training = plan_file.training
     if training.document_len is not None:
         return "packed"
     if training.lengths is not None:
         return training.batching
-    return "packed" if training.preference is None else "padded"
+    return "packed" if training.preference is None and plan_file.best.plan.attention in SKIPS else "padded"
 
 
 def written_fsdp(plan_file: PlanFile, *elsewhere: Option) -> dict[str, Value]:
@@ -171,8 +175,12 @@ def check_expressible(
     check_limits(tuple(limits), model, training, plan, f"{title} cannot express")
     refusals = (
         (
-            training.attention not in ("flash", "flash2", "unfused"),
-            f"attention {training.attention!r}: plan with flash",
+            plan.attention not in KERNELS.values(),
+            f"attention {plan.attention!r}: plan with {', '.join(KERNELS.values())}",
+        ),
+        (
+            plan.attention not in SKIPS and batching_of(plan_file) in ("packed", "unpadded"),
+            f"attention {plan.attention!r} of samples without padding: plan with {' or '.join(map(repr, SKIPS))}",
         ),
         (model.cross_attention, "cross attention: its program trains models of one stack"),
         (model.bidirectional, "bidirectional attention: its program trains causal models"),

@@ -19,7 +19,14 @@ from autoplan.frameworks.hf_trainer.write import (
     written_precision,
     yaml_target,
 )
-from autoplan.frameworks.llama_factory.options import BATCHINGS, LENGTH, NO_RECOMPUTE, OPTIMIZER_SETTINGS, PURE
+from autoplan.frameworks.llama_factory.options import (
+    BATCHINGS,
+    KERNEL_WORDS,
+    LENGTH,
+    NO_RECOMPUTE,
+    OPTIMIZER_SETTINGS,
+    PURE,
+)
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import ChunkedLoss, Offload, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
@@ -42,11 +49,11 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
         "dataset": dataset,
         "dataset_dir": "REMOTE:llamafactory/demo_data",
         LENGTH: training.seq_len,
-        **BATCHINGS[batching_of(training)],
+        **BATCHINGS[batching_of(plan_file)],
         **written((MICRO_BATCH, ACCUMULATION, NO_RECOMPUTE), plan_file),
         **written_precision(plan),
         **({PURE: True} if loads_bf16(plan) else {}),
-        "flash_attn": "disabled" if training.attention == "unfused" else "fa2",
+        "flash_attn": KERNEL_WORDS[plan.attention],
         **OPTIMIZER_SETTINGS[training.optimizer],
         "lr_scheduler_type": "cosine",
         "learning_rate": 2e-4 if tuning else 2e-5,
@@ -106,7 +113,7 @@ TARGET = yaml_target(
     words='model_name_or_path="$BASE_MODEL" max_steps="$STEPS"',
     yours="data, template, learning_rate and whatever else does not affect the time or memory of a step.",
     table=_table,
-    limits=(*LIMITS, _NO_PIECES),
+    limits=(*LIMITS, _NO_PIECES, only("attention", *KERNEL_WORDS, why="plan with flash2")),
     batchings=BATCHINGS,
     refusals=_refusals,
     refused_tuning=refused_by_peft,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoplan.frameworks.common.option_table import Value, switch
 from autoplan.frameworks.hf_trainer.options import WRITTEN_OPTIM
-from autoplan.spec.enums import Recompute
+from autoplan.spec.enums import AttentionKernel, Recompute
 from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OptimizerName
 
@@ -25,8 +25,14 @@ OPTIMIZER_SETTINGS: dict[OptimizerName, dict[str, Value]] = {
     **{name: {"optim": word} for name, word in WRITTEN_OPTIM.items()},
     "muon": {"use_muon": True},
 }
+# Kernels of attention (extras/constants.py, AttentionFunction).
+KERNEL_WORDS = {
+    AttentionKernel.FLASH: "sdpa",
+    AttentionKernel.FLASH2: "fa2",
+    AttentionKernel.FLASH3: "fa3",
+    AttentionKernel.UNFUSED: "disabled",
+}
 COSTLESS = (
-    "flash_attn",
     "use_reentrant_gc",
     "rope_scaling",
     "image_max_pixels",

@@ -193,7 +193,7 @@ def _check(plan_file: PlanFile) -> None:
     check_legal(RULES, model, training, plan, f"{title} does not support the plan")
     check_limits(LIMITS, model, training, plan, f"{title} cannot express")
     refusals = (
-        (training.attention not in ("flash", "unfused"), f"attention {training.attention!r}: plan with flash"),
+        (plan.attention not in ("flash", "unfused"), f"attention {plan.attention!r}: plan with flash"),
         (training.fused_norm is False, "norms that are not fused"),
         (training.preference is not None, f"{training.preference}"),
         (

@@ -55,7 +55,7 @@ def per_device_batch(num_sequences: int, num_devices: int) -> float:
 LENGTH = count("max_target_length", "training.seq_len", 2048)
 STATES = switch("shard_optimizer_over_data", "sharding", Sharding.NONE, on=Sharding.ZERO1, off=Sharding.NONE)
 CP_KIND = word("context_parallel_strategy", "cp_kind", ContextParallelKind.RING, {"ring": ContextParallelKind.RING})
-ATTENTION = word("attention", "training.attention", "flash", {"cudnn_flash_te": "flash", "dot_product": "unfused"})
+ATTENTION = word("attention", "attention", "flash", {"cudnn_flash_te": "flash", "dot_product": "unfused"})
 # (precision, scales) by `quantization`.
 QUANTIZATION = {
     "fp8": (Precision.FP8, "delayed"),  # flax's Fp8Ops

@@ -47,7 +47,7 @@ from autoplan.frameworks.maxtext.options import (
 from autoplan.frameworks.megatron_lm.read import Entry, started
 from autoplan.readers.model import find_preset
 from autoplan.spec.blocks import Experts
-from autoplan.spec.enums import Precision, Recompute, Schedule, Sharding
+from autoplan.spec.enums import AttentionKernel, Precision, Recompute, Schedule, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
@@ -88,8 +88,8 @@ def read(text: str, context: LaunchContext) -> Launch:
     degrees, num_devices = _degrees(options, context)
     plan = _plan(options, model, degrees, num_devices, precision, {"fp8_scaling": scales} if scales else {})
     _remark(options, context)
-    attention = options.text(ATTENTION.key, "autoselected")
-    is_unfused = attention == "dot_product"
+    if options.text(ATTENTION.key, "autoselected") == "dot_product":
+        plan = replace(plan, attention=AttentionKernel.UNFUSED)
     return Launch(
         target="maxtext",
         framework="maxtext",
@@ -97,7 +97,6 @@ def read(text: str, context: LaunchContext) -> Launch:
         training=TrainingSpec(
             seq_len=context.seq_len or LENGTH.of(options),
             precision=precision,
-            attention="unfused" if is_unfused else "flash",
         ),
         plan=plan,
         options=options.options(),

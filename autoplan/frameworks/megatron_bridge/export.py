@@ -16,11 +16,12 @@ from autoplan.frameworks.common.rules import Rule, check_limits
 from autoplan.frameworks.megatron_bridge.tuning import peft_lines, refused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS, PLAN
-from autoplan.frameworks.megatron_lm.rules import RULES
+from autoplan.frameworks.megatron_lm.rules import KERNELS, RULES, TAKES_KERNEL
 from autoplan.frameworks.megatron_lm.table import BRIDGE, arguments_of, rows
 from autoplan.spec.blocks import Block
 from autoplan.spec.enums import (
     NARROW_PRECISIONS,
+    AttentionKernel,
     CrossEntropyFusion,
     CudaGraphs,
     GradType,
@@ -161,7 +162,7 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
             f"Megatron-Bridge's position table is as long as the sequences: {model.name!r} has {model.max_positions} "
             f"positions, seq_len is {plan_file.training.seq_len}"
         )
-    arguments = arguments_of(checked_parts(plan_file, "Megatron-Bridge", RULES, limits=()), plan_file)
+    arguments = arguments_of(checked_parts(plan_file, "Megatron-Bridge", RULES, limits=(TAKES_KERNEL,)), plan_file)
     arguments |= {"num_virtual_stages_per_pipeline_rank": plan.vp} if plan.vp > 1 else {}
     table: dict[str, Any] = {"dataset.seq_length": arguments["seq_length"], "model.seq_length": arguments["seq_length"]}
     table |= {"model.should_pad_vocab": True, "tokenizer.tokenizer_type": "NullTokenizer"}
@@ -208,7 +209,7 @@ def _precision(plan: ParallelPlan) -> str:
 
 
 def _body(plan_file: PlanFile, provider: str) -> list[str]:
-    plan, model, training = plan_file.best.plan, plan_file.model, plan_file.training
+    plan, model = plan_file.best.plan, plan_file.model
     table, tuned = fields(plan_file), _adapters(plan_file)
     sizes = {name: table.pop(f"model.{name}") for name in ("num_layers", "hidden_size", "num_attention_heads")}
     arguments = ", ".join(f"{name}={value!r}" for name, value in sizes.items())
@@ -217,8 +218,9 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
     if model.moe or model.mla:  # otherwise all layers are equal, with plain attention
         spec = "partial(get_gpt_decoder_block_spec, use_transformer_engine=True)"
         lines.append(f"cfg.model.transformer_layer_spec = {spec}")
-    if training.attention == "unfused":
-        lines.append("cfg.model.attention_backend = AttnBackend.unfused")
+    if plan.attention != AttentionKernel.FLASH:
+        backend = next(word for word, kernel in KERNELS.items() if kernel == plan.attention)
+        lines.append(f"cfg.model.attention_backend = AttnBackend.{backend}")
     places = ("model", "train", "dataset", "tokenizer", "ddp", "dist", "optimizer", "rng")
     order = (*places, "rerun_state_machine", "checkpoint")
     ordered = sorted(table.items(), key=lambda item: order.index(item[0].partition(".")[0]))
@@ -276,7 +278,7 @@ TARGET = Target(
     rules=("megatron-lm", "unknown"),
     job=job,
     versions=("main", _OLD),
-    limits=RULES,
-    other_limits={_OLD: (*RULES, *_LACKED_BY_OLD)},
+    limits=(*RULES, TAKES_KERNEL),
+    other_limits={_OLD: (*RULES, TAKES_KERNEL, *_LACKED_BY_OLD)},
     refused_tuning=refused,
 )

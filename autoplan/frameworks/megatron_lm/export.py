@@ -138,8 +138,6 @@ def _check_model(model: ModelSpec, name: str) -> None:
 
 def _check_training(plan_file: PlanFile, name: str) -> None:
     training, device, precision = plan_file.training, plan_file.cluster.device, plan_file.best.plan.precision
-    if training.attention == "megatron-fused":
-        raise InputError(f"{name} has no attention 'megatron-fused' any more: plan with flash or unfused")
     if training.fused_norm is False:
         raise InputError(f"{name} always fuses norms (Transformer Engine): leave fused_norm out")
     if device.generation in _TOO_OLD.get(precision, ()):

@@ -8,10 +8,10 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options
-from autoplan.frameworks.megatron_lm import model_options, options
+from autoplan.frameworks.megatron_lm import model_options, options, training_options
 from autoplan.frameworks.megatron_lm.notation import moe_places
 from autoplan.frameworks.megatron_lm.table import Reading, read_lines, rows
-from autoplan.frameworks.megatron_lm.training_options import read_attention, read_precision, read_scaling
+from autoplan.frameworks.megatron_lm.training_options import read_precision, read_scaling
 from autoplan.readers.model import load_model, preset_models
 from autoplan.spec.blocks import Experts, LatentAttention
 from autoplan.spec.enums import Precision, RankOrder, Schedule
@@ -45,11 +45,10 @@ def launch_of(
         why = "sizes of the model are those of the checkpoint that is loaded, which is not read"
         arguments.remark("use_checkpoint_args", why, matters=context.model is None)
     reading = Reading(arguments=arguments, model=model, seq_len=seq_len)
-    read_lines((model_options.DROPOUT,), reading)
+    read_lines((model_options.DROPOUT, *training_options.PRECISION), reading)
     precision = read_precision(arguments)
     plan = _plan(reading, model, precision, context.num_devices or num_devices, schedule)
-    attention = read_attention(arguments)
-    training = TrainingSpec(seq_len=seq_len, precision=precision, attention=attention, **reading.training)
+    training = TrainingSpec(seq_len=seq_len, precision=precision, **reading.training)
     if (optimizer := arguments.text("optimizer", "adam")) not in ("adam", "adamw"):
         arguments.remark("optimizer", f"priced as Adam, not {str(optimizer)[:30]}")
     remark_assumed(options.OPTIONS, arguments)

@@ -332,6 +332,7 @@ PLAN: tuple[Line, ...] = (
                when=lambda file: file.best.plan.sharding != "none"),
         switch("tp_comm_overlap", "tp_overlap", names={BRIDGE: "comm_overlap."}),
         switch("overlap_moe_expert_parallel_comm", "ep_overlap"),
+        switch("moe_shared_expert_overlap", "shared_expert_overlap", when=_has_experts),
     ),
     (
         Special("cuda_graph_impl", _write_graphs, _read_graphs,
@@ -370,7 +371,6 @@ PLAN: tuple[Line, ...] = (
 
 # fmt: off
 UNWRITTEN: Line = (
-    Assumed("moe_shared_expert_overlap", (False,), "the overlap of shared experts is not priced"),
     Assumed("outer_dp_sharding_strategy", ("no_shard",), "priced without sharding over the outer replicas", names=DDP),
     Assumed("align_param_gather", names=DDP),
     Assumed("overlap_p2p_comm", (True,), "priced with messages that overlap"),

@@ -21,6 +21,7 @@ from autoplan.frameworks.megatron_lm import part_rules
 from autoplan.spec.axes import offered
 from autoplan.spec.enums import (
     NARROW_PRECISIONS,
+    AttentionKernel,
     ContextParallelKind,
     Dispatcher,
     GradType,
@@ -121,6 +122,14 @@ def _ep_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     repeats = (batch.recompute == FULL) | batch.repeats(RecomputeModule.MOE)
     layers = (workload.model.num_mtp_layers <= 1) & (workload.model.mamba is None)
     return ~batch.ep_overlap | (layers & (batch.ep > 1) & ((batch.pp == 1) | (batch.vp > 1)) & ~repeats)
+
+
+def _shared_overlap(workload: Workload, batch: PlanBatch) -> Bools:
+    moe = workload.model.moe
+    if moe is None or not moe.shared_expert_ffn_size or moe.latent_size:
+        return ~batch.shared_expert_overlap
+    plain = (batch.ep > 1) & (batch.dispatcher == Dispatcher.ALL_TO_ALL.code) & ~batch.ep_overlap
+    return ~batch.shared_expert_overlap | (plain & ~batch.repeats(RecomputeModule.SHARED_EXPERTS))
 
 
 # -- pipeline ---------------------------------------------------------------------------------------------------------
@@ -271,6 +280,14 @@ COMMON: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        source=f"{_ARGUMENTS} --moe-shared-expert-overlap",
+        holds=_shared_overlap,
+        text=lambda s, p: (
+            f"shared_expert_overlap needs shared experts, ep > 1, dispatcher alltoall and no ep_overlap, and shared "
+            f"experts that are kept, got ep {p.ep}, {p.dispatcher} and recompute {p.recompute!r}: leave it out"
+        ),
+    ),
+    Rule(
         source=f"{_ARGUMENTS}:1000",
         holds=lambda s, b: (b.vp == 1) | (b.pp > 1),
         text=lambda s, p: f"vp {p.vp} needs pp > 1: set vp 1",
@@ -312,10 +329,12 @@ COMMON: tuple[Rule, ...] = (
     ),
     Rule(
         source="core/fp8_utils.py:779",
-        holds=lambda s, b: ~b.fp8_attention | (np.isin(b.precision, _NARROW) & (s.training.attention == "flash")),
+        holds=lambda s, b: (
+            ~b.fp8_attention | (np.isin(b.precision, _NARROW) & (b.attention == AttentionKernel.FLASH.code))
+        ),
         text=lambda s, p: (
             f"fp8_attention needs low-precision GEMMs and attention flash, got precision {p.precision} and attention "
-            f"{s.training.attention}: leave fp8_attention out"
+            f"{p.attention}: leave fp8_attention out"
         ),
     ),
     Rule(
@@ -412,7 +431,17 @@ RULES: tuple[Rule, ...] = (
 )
 
 # Options missing from its command line that a program with its own TransformerConfig can set.
+KERNELS = {  # by the words of --attention-backend (core/transformer/enums.py, AttnBackend)
+    "auto": AttentionKernel.FLASH,
+    "flash": AttentionKernel.FLASH2,
+    "fused": AttentionKernel.CUDNN,
+    "unfused": AttentionKernel.UNFUSED,
+}
+TAKES_KERNEL = shared.only(
+    "attention", *KERNELS.values(), why="use one of flash, flash2, cudnn and unfused", source=_ARGUMENTS
+)
 LIMITS: tuple[Rule, ...] = (
+    TAKES_KERNEL,
     *(
         shared.only(axis, False, why="export for megatron-bridge, or plan without it", source=f"{_ARGUMENTS}:{line}")
         for axis, line in (("fp8_attention", 2333), ("fp8_activation_input", 2329))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.option_table import Constant, Value
+from autoplan.frameworks.common.option_table import Constant, Fields, Value
 from autoplan.frameworks.common.options import Options
-from autoplan.frameworks.megatron_lm.table import OPTIMIZER, Line, Special, switches, valued
-from autoplan.spec.enums import Fp8Scaling, Precision
+from autoplan.frameworks.megatron_lm.rules import KERNELS
+from autoplan.frameworks.megatron_lm.table import OPTIMIZER, Line, Reading, Special, switches, valued
+from autoplan.spec.enums import AttentionKernel, Fp8Scaling, Precision
 from autoplan.spec.plan_file import PlanFile
 
 _PRECISIONS: dict[Precision, dict[str, Value]] = {
@@ -55,23 +54,34 @@ def read_precision(arguments: Options) -> Precision:
 
 
 def _write_attention_backend(file: PlanFile) -> dict[str, Value]:
-    return {"attention_backend": "unfused"} if file.training.attention == "unfused" else {}
+    word = next(word for word, kernel in KERNELS.items() if kernel == file.best.plan.attention)
+    return {} if word == "auto" else {"attention_backend": word}
 
 
-def read_attention(arguments: Options) -> Any:
-    """Return the attention kernel, by its name in `TrainingSpec`."""
+def _read_attention_backend(reading: Reading) -> Fields:
+    """Read the backend, which Transformer Engine chooses by default."""
+    arguments = reading.arguments
     backend = str(arguments.text("attention_backend", "auto")).rpartition(".")[2]
     takes_flash, layers = arguments.flag("use_flash_attn"), arguments.text("transformer_impl")
     # Megatron-Core's own attention is not fused (core/models/gpt/gpt_layer_specs.py, get_gpt_layer_local_spec).
     is_local = layers == "local" and backend == "auto" and not takes_flash
-    return "unfused" if backend in ("unfused", "local") or is_local else "flash"
+    if backend == "local" or is_local:
+        return {"attention": AttentionKernel.UNFUSED}
+    if layers == "local" and backend == "auto":
+        return {"attention": AttentionKernel.FLASH2}
+    if backend not in KERNELS:
+        raise InputError(
+            f"{arguments.name('attention_backend')} {backend[:30]!r} is not one of {', '.join(KERNELS)}, local"
+        )
+    return {"attention": KERNELS[backend]}
 
 
 # fmt: off
 PRECISION: tuple[Line, ...] = (
     (Special("bf16", _write_precision, is_switch=True,
              companions=(*switches("fp16"), *valued("fp8", "fp8_recipe", "fp4", "fp4_recipe"))),),
-    (Special("attention_backend", _write_attention_backend, companions=switches("use_flash_attn")),),
+    (Special("attention_backend", _write_attention_backend, _read_attention_backend,
+             companions=switches("use_flash_attn")),),
 )
 # fmt: on
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from autoplan.base.errors import refuse
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, Line, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Value
-from autoplan.frameworks.common.rules import Rule, all_true, check_limits
+from autoplan.frameworks.common.rules import Rule, check_limits
 from autoplan.frameworks.common.shared_rules import no_options_but, only
 from autoplan.frameworks.hf_trainer.write import adapters_of, start_variables
 from autoplan.frameworks.megatron_bridge.tuning import refused_of_fused
@@ -17,7 +17,16 @@ from autoplan.frameworks.megatron_lm.rules import LIMITS as OF_MEGATRON
 from autoplan.frameworks.megatron_lm.rules import RULES
 from autoplan.frameworks.megatron_lm.table import Part, arguments_of, switched_otherwise
 from autoplan.frameworks.ms_swift.options import BATCHINGS, MEGATRON_DEFAULTS, MEGATRON_NAMES, NOT_ITS, WRITTEN_NAMES
-from autoplan.spec.enums import CodedEnum, Dispatcher, GradType, Offload, Precision, RankOrder, Sharding
+from autoplan.spec.enums import (
+    AttentionKernel,
+    CodedEnum,
+    Dispatcher,
+    GradType,
+    Offload,
+    Precision,
+    RankOrder,
+    Sharding,
+)
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching
 from autoplan.spec.model import ModelSpec
@@ -128,7 +137,14 @@ def _only(axis: str, *words: CodedEnum) -> Rule:
 
 
 _TAKEN = (
-    *("dispatcher", "rope_fusion", "gradient_accumulation_fusion", "cross_entropy_fusion", "token_dropping"),
+    *(
+        "dispatcher",
+        "shared_expert_overlap",
+        "rope_fusion",
+        "gradient_accumulation_fusion",
+        "cross_entropy_fusion",
+        "token_dropping",
+    ),
     *("fp8_scaling", "narrow_params", "grad_dtype", "main_weights", "moment_dtype"),
 )
 LIMITS = (
@@ -153,7 +169,7 @@ LIMITS = (
     ),
     Rule(
         source="model/utils.py:31",
-        holds=lambda s, b: all_true(b) & (s.training.attention != "unfused" or _batching(s.training) == "padded"),
+        holds=lambda s, b: (b.attention != AttentionKernel.UNFUSED.code) | (_batching(s.training) == "padded"),
         text=lambda s, p: "attention 'unfused' of samples without padding: plan with flash",
     ),
 )

@@ -117,6 +117,8 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
     if (num_mtp_layers := arguments.optional_count("mtp_num_layers", 0) or 0) != model.num_mtp_layers:
         model = replace(model, num_mtp_layers=num_mtp_layers)  # not taken from the checkpoint
     arguments.arguments.pop("mtp_num_layers", None)
+    if model.attention_sinks and arguments.text("attention_backend") == "fused":  # it has no other kernel for them
+        arguments.arguments.pop("attention_backend")
     finetuning = _fused(_finetuning(arguments, "full"), model)
     arguments.pass_over(*COSTLESS)
     for key in [key for key in arguments.arguments if HARMLESS.fullmatch(key)]:

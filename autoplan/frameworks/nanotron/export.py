@@ -135,7 +135,7 @@ def _check(plan_file: PlanFile) -> None:
             moe is not None and bool(moe.shared_expert_ffn_size) != moe.shared_expert_gate,
             "shared experts without gate (nn/moe.py:140 gates them)",
         ),
-        (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}"),
+        (plan_file.best.plan.attention != "flash", f"attention {plan_file.best.plan.attention!r}"),
         (training.fused_norm is False, "norms that are not fused"),
     )
     refuse(refusals, "nanotron cannot express ", f" (model {model.name!r})")

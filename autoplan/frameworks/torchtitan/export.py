@@ -34,7 +34,7 @@ from autoplan.frameworks.torchtitan.options import (
 )
 from autoplan.frameworks.torchtitan.rules import RULES
 from autoplan.frameworks.torchtitan.tuning import CONVERTER, converter_of, refused
-from autoplan.spec.enums import ChunkedLoss, Fp8Scaling, MainWeights, Precision
+from autoplan.spec.enums import AttentionKernel, ChunkedLoss, Fp8Scaling, MainWeights, Precision
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.plan_file import PlanFile
@@ -96,6 +96,7 @@ def _has_adapters(workload: Workload, batch: PlanBatch) -> Bools:
 
 
 _LIMITS_OF_ALL = (
+    only("attention", AttentionKernel.FLASH, AttentionKernel.FLASH2, why="plan with flash or flash2"),
     stages_last("it numbers stages last, leave it out"),
     only("ep_overlap", False, why="it overlaps expert traffic in no schedule that is priced here"),
     only("grad_reduce_overlap", True, why="FSDP2 always overlaps the reduction"),
@@ -112,6 +113,11 @@ _LIMITS_OF_ALL = (
 LIMITS = (
     *_LIMITS_OF_ALL,
     Rule(
+        source="distributed/full_dtensor.py:46",
+        holds=lambda s, b: (b.attention == AttentionKernel.FLASH.code) | ((b.cp == 1) & (not s.model.attention_sinks)),
+        text=lambda s, p: f"attention {p.attention} with cp {p.cp}, or with attention sinks: plan with flash",
+    ),
+    Rule(
         holds=lambda s, b: (b.main_weights == MainWeights.BF16.code) | (not s.training.has_adapters),
         text=lambda s, p: "adapters beside frozen weights in fp32: plan with main_weights=bf16 (training.dtype)",
     ),
@@ -126,6 +132,7 @@ LIMITS = (
 )
 _OLD_LIMITS = (
     *_LIMITS_OF_ALL,
+    only("attention", AttentionKernel.FLASH, why="plan with flash, or export for 0.3"),
     only("chunked_loss", ChunkedLoss.NONE, why="version 0.2 has none, export for 0.3"),
     Rule(
         holds=lambda s, b: ~_has_adapters(s, b),
@@ -152,7 +159,6 @@ def _check(plan_file: PlanFile, version: str) -> None:
     check_limits(TARGET.at(version).limits, model, training, plan, "torchtitan cannot express")
     generation = plan_file.cluster.device.generation
     refusals = (
-        (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}: plan with flash"),
         (
             plan.precision in ("mxfp8", "nvfp4") and generation in ("volta", "turing", "ampere", "ada", "hopper"),
             f"precision {plan.precision!r} on {plan_file.cluster.device.name}: plan with another one",
@@ -306,6 +312,12 @@ def _model_lines(family: str, plan_file: PlanFile, version: str) -> list[str]:
     ]
 
 
+def _backend(family: str, plan: ParallelPlan) -> str:
+    """Return the kernel of attention: with context parallelism there is one (distributed/full_dtensor.py:46)."""
+    is_varlen = plan.attention == AttentionKernel.FLASH2 or family == "gpt_oss"
+    return "varlen" if is_varlen and plan.cp == 1 else "flex"
+
+
 def _norm(family: str, dim: int) -> str:
     return _call("RMSNorm.Config", {"normalized_shape": dim, "param_init": Code(f"{family}._NORM_INIT")}, 8)
 
@@ -321,8 +333,7 @@ def _layers(family: str, plan_file: PlanFile, version: str) -> tuple[str, dict[s
         "n_layers": model.num_layers,
         "dim": model.hidden_size,
         "rope": Code(f"{rope}.Config(dim={width}, {length}={seq_len}, theta={theta!r})"),
-        # The only backend that supports context parallelism (distributed/full_dtensor.py:46).
-        "attn_backend": "varlen" if family == "gpt_oss" and plan_file.best.plan.cp == 1 else "flex",
+        "attn_backend": _backend(family, plan_file.best.plan),
     }
     if model.moe:
         values["moe_comm_backend"] = "standard"

@@ -50,7 +50,7 @@ from autoplan.frameworks.torchtitan.options import (
 )
 from autoplan.frameworks.torchtitan.tuning import CONVERTER, finetuning_of
 from autoplan.readers.model import load_model
-from autoplan.spec.enums import ChunkedLoss, Fp8Scaling
+from autoplan.spec.enums import AttentionKernel, ChunkedLoss, Fp8Scaling
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
@@ -72,6 +72,7 @@ class Content:
     finetuning: FineTuning | None = None
     recompute: str | None = "selective"
     chunked_loss: ChunkedLoss = ChunkedLoss.NONE
+    attention: AttentionKernel = AttentionKernel.FLASH
     num_devices: int | None = None
     unread: list[Unread] = field(default_factory=list)
     read_apart: tuple[tuple[str, str], ...] = ()  # further options that were read, as written
@@ -259,6 +260,10 @@ def _read_model(content: Content, spec: Any, function: str) -> None:
         content.model = _of_flavor(family, flavor)
         if content.model is not None:
             content.model = replace(content.model, num_mtp_layers=num_mtp_layers_of(spec))
+    layers = changed.named.get("layers") if isinstance(changed, Built) else None
+    is_varlen = (layers.named if isinstance(layers, Built) else spec.named).get("attn_backend") == "varlen"
+    if is_varlen and not (content.model and content.model.attention_sinks):  # which have no other kernel
+        content.attention = AttentionKernel.FLASH2
     for converter in converters:
         name = converter.name.split(".")[-2] if isinstance(converter, Built) and "." in converter.name else ""
         precision = next((word for word, prefix in CONVERTERS.items() if name.startswith(prefix)), None)
@@ -393,6 +398,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
         **read_sharding(parallelism, degrees, model),
         "recompute": content.recompute,
         "chunked_loss": content.chunked_loss,
+        "attention": content.attention,
         "precision": content.precision,
         "fp8_scaling": content.fp8_scaling,
         "tp_overlap": compiling.flag("enable_async_tensor_parallel") and degrees["tp"] > 1,

@@ -27,7 +27,7 @@ from autoplan.frameworks.verl.options import (
     TRANSFORMER,
     place_of,
 )
-from autoplan.spec.enums import GradType, MainWeights, MomentType, Offload, Precision, Sharding
+from autoplan.spec.enums import AttentionKernel, GradType, MainWeights, MomentType, Offload, Precision, Sharding
 from autoplan.spec.plan_file import PlanFile
 
 NAME = "verl"
@@ -130,6 +130,7 @@ LIMITS = (
     only("main_weights", MainWeights.FP32, MainWeights.REMAINDERS, why="use fp32", source=_ENGINE),
     only("moment_dtype", MomentType.FP32, MomentType.BF16, why="use bf16", source="workers/config/optimizer.py"),
     only("grad_dtype", GradType.FP32, GradType.BF16_MAIN, why="use fp32 or bf16_main", source=_ENGINE),
+    only("attention", AttentionKernel.FLASH, why="plan with flash", source=_ENGINE),
     only("tp_overlap", False, why="leave it out", source=_ENGINE),
     *no_options_but(_TAKEN, "megatron-lm", _ENGINE),
     Rule(
@@ -144,7 +145,6 @@ def _check(plan_file: PlanFile) -> None:
     model, training = plan_file.model, plan_file.training
     check_limits(LIMITS, model, training, plan_file.best.plan, f"{NAME} has no option for")
     refusals = (
-        (training.attention not in ("flash", "flash2"), f"attention {training.attention!r}: plan with flash"),
         (model.attention_sinks, f"attention sinks of model {model.name!r}"),
         (
             training.lengths is not None and training.batching != "unpadded",
