@@ -13,7 +13,7 @@ import pytest
 
 import autoplan
 from autoplan.api.problem import make_problem
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cost.estimate import estimate, memory_oom_z
 from autoplan.cost.kernels.sequences import Kinds, attended_len, means_of, packs_of, tokens_per_sample, useful
 from autoplan.cost.uneven_lengths import Distribution, Meeting, waited_microbatches
@@ -389,7 +389,7 @@ def test_bounds_stay_below_where_lengths_differ() -> None:
 def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(InputError, match="document_len is the mean of lengths"):
         problem_of(TWO, document_len=100)
-    with pytest.raises(InputError, match="attention unfused cannot skip other documents or samples"):
+    with pytest.raises(NoPlanError, match="attention unfused cannot skip other documents or samples"):
         autoplan.estimate(MODEL, cluster="h100-sxm:1x8", seq_len=400, global_batch=8, lengths=TWO, attention="unfused")
     with pytest.raises(InputError, match="--batching 'padded' needs samples of different lengths: give --lengths too"):
         make_problem(MODEL, cluster="h100-sxm:1x8", seq_len=400, batching="padded")
