@@ -144,6 +144,10 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
             ("secondary_shard", (1, 2)),
         )
     },
+    "shared_expert_overlap": {
+        shown(value): (EXPERT_RANKS | {"dispatcher": "alltoall", "shared_expert_overlap": value},)
+        for value in (False, True)
+    },
     "offload_modules": {word: (EXPERT_RANKS | {"offload_modules": word},) for word in OffloadModules},
     "offload_layers": {word: ({"offload_layers": word},) for word in OffloadLayers},
     "fp8_activation_input": {word: ({"fp8_activation_input": word == "on"},) for word in ("off", "on")},

@@ -168,8 +168,10 @@ def test_warm_up_runs_beside_nothing(changes: dict[str, object], share: float) -
 def test_paired_traffic_costs_what_it_cannot_hide_and_the_units_it_takes(work_s: float, hidden: float) -> None:
     """1 s of traffic a pass: all of it, or half of it, hides, at 32 of the 132 units of an H100."""
     traffic, work = np.array([1.0]), np.array([work_s])
-    assert shown_expert_parallel_s(PROBLEM, batch_of(dispatcher="hybridep"), traffic, work)[0] == 1.0
-    shown = shown_expert_parallel_s(PROBLEM, batch_of(ep_overlap=True, dispatcher="hybridep"), traffic, work)[0]
+    assert shown_expert_parallel_s(PROBLEM, batch_of(dispatcher="hybridep"), traffic, work, 0.0 * work)[0] == 1.0
+    shown = shown_expert_parallel_s(
+        PROBLEM, batch_of(ep_overlap=True, dispatcher="hybridep"), traffic, work, 0.0 * work
+    )[0]
     assert shown == pytest.approx(1 / 4 + 3 / 4 * (1.0 - hidden * (1 - 32 / 132)))
 
 

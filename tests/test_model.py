@@ -255,7 +255,7 @@ def test_a_toml_file_of_ones_own_is_read(tmp_path: Path) -> None:
         ("num_layers = -2", ["num_layers", "-2"]),
         ("num_layers = 2\nrope_base = nan", ["rope_base", "nan"]),
         ("num_layers = 2\nnum_kv_heads = 3", ["num_kv_heads", "3"]),
-        ("num_layers = 2\nlayers = 3", ["'layers'", "known: "]),
+        ("num_layers = 2\nlayers = 3", ["'layers'", "num_layers?"]),
         ("", ["num_layers"]),
         ("num_layers = ", ["not valid TOML"]),
     ],

@@ -66,12 +66,12 @@ def test_the_peak_of_a_core_is_told_as_it_is(file: PlanFile) -> None:
         assert says in mfu_convention(one)
 
 
-def test_the_next_best_is_told_by_what_differs(file: PlanFile) -> None:
+def test_the_next_best_of_other_degrees_is_shown_by_them(file: PlanFile) -> None:
     plan = replace(file.best.plan, pp=4, dp_shard=16, layers_per_chunk=None)
     assert file.choice is not None
     close = replace(file.choice, runner_up=replace(file.best, plan=plan), ratio=1.03)
     line = next_best_line(close, file.certificate, replace(file.best.plan, layers_per_chunk=None))
-    assert re.fullmatch(r"tp 4 pp 4 .*, micro-batch 1, otherwise as the best: 3.0 % slower, too close to call .*", line)
+    assert re.fullmatch(r"tp 4 pp 4 .*, micro-batch 1: 3.0 % slower, too close to call .*", line)
 
 
 def test_plans_between_the_margin_and_the_next_that_was_priced_are_known_by_their_bounds(file: PlanFile) -> None:

@@ -237,7 +237,7 @@ def _key_faults(unknown: Sequence[str], missing: Sequence[str], hints: Collectio
         faults.append(f"unknown key{'s' * (len(unknown) > 1)} {listed(_with_close_key(key, keys) for key in unknown)}")
     if missing:
         faults.append(f"missing {', '.join(file_keys(name)[0] for name in missing)}")
-    known = f"; known: {', '.join(keys)}" if any(not close_names(key, keys, most=1) for key in unknown) else ""
+    known = f"; known: {', '.join(keys)}" if any(not close_names(str(key), keys, most=1) for key in unknown) else ""
     return f"{' and '.join(faults)}{place_text(path)}{known}"
 
 
