@@ -54,8 +54,8 @@ def step(printed: str, label: str) -> list[str]:
 
 
 def answer_of(printed: str) -> list[str]:
-    """Lines of an answer without the warnings behind it; none is wider than a terminal of 80 columns."""
-    lines = [line for line in printed.splitlines() if not line.startswith("autoplan: warning: ")]
+    """Lines of an answer without the messages behind it; none is wider than a terminal of 80 columns."""
+    lines = [line for line in printed.splitlines() if not line.startswith(("autoplan: warning: ", "wrote "))]
     assert max(map(len, lines)) <= 80
     return lines
 

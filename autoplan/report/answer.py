@@ -297,7 +297,7 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
         return ", ".join(degrees)
     if len(words) != len(words_of_best):
         return plan.describe()
-    return ", ".join([*degrees, *differing, "otherwise as the best"])
+    return f"{', '.join(differing)} instead"
 
 
 def closeness(width: float, *, is_close: bool) -> str:
