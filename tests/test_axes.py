@@ -194,11 +194,11 @@ def test_words_are_read_with_either_dash_and_wrong_ones_are_answered_by_all() ->
                 axis.parse("maybe", "--fix")
 
 
-def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
-    told = axes_of(load_model("deepseek-v3"), dataclasses.replace(BUSY, offload=Offload.OPTIMIZER))
-    assert set(told) == {axis.changed_as for axis in FIELDS} - {""}
-    assert set(LABELS) <= set(told)
-    assert set(told) - set(axes_of(load_model("llama3-8b"), ParallelPlan(global_batch=1))) == {
+def test_changes_are_named_by_the_table_where_they_mean_something() -> None:
+    named = axes_of(load_model("deepseek-v3"), dataclasses.replace(BUSY, offload=Offload.OPTIMIZER))
+    assert set(named) == {axis.changed_as for axis in FIELDS} - {""}
+    assert set(LABELS) <= set(named)
+    assert set(named) - set(axes_of(load_model("llama3-8b"), ParallelPlan(global_batch=1))) == {
         *("sp", "tp_overlap", "cp_kind", "schedule", "layers", "rank_order"),  # of one device
         *("sharding", "grad_reduce_overlap", "param_gather_overlap", "reduce_dtype"),
         *("quantized_gathers", "quantized_reductions"),
@@ -206,7 +206,7 @@ def test_changes_are_told_by_the_table_where_they_mean_something() -> None:
         "shared_expert_overlap",
         "offload_percent",  # with nothing on the host
     }
-    assert {axis.changed_as for axis in TYPED} == set(told) - {"layers", "nodes"}
+    assert {axis.changed_as for axis in TYPED} == set(named) - {"layers", "nodes"}
 
 
 def test_a_command_gets_the_flags_of_the_table() -> None:

@@ -77,6 +77,6 @@ def test_fused_losses_take_as_long_as_measured_and_hold_few_logits() -> None:
     batch = PlanBatch.of(plans, model.num_layers)
     passes = head_s(problem, batch).passes
     assert passes.forward_s + passes.backward_s == pytest.approx(np.array([0.207, 0.303, 0.135]), rel=0.16)
-    held = logit_bytes(problem, batch)
-    assert held[1] == pytest.approx(2 * 128 * 256_000)  # 64 pieces of 128 tokens
-    assert held[2] == 0
+    kept_bytes = logit_bytes(problem, batch)
+    assert kept_bytes[1] == pytest.approx(2 * 128 * 256_000)  # 64 pieces of 128 tokens
+    assert kept_bytes[2] == 0

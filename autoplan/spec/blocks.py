@@ -137,7 +137,7 @@ class Mamba:
 class LinearAttention:
     """A gated delta net (arXiv:2412.06464): heads with a state of key x value width instead of a cache.
 
-    Of Kimi delta attention (arXiv:2510.26692), whose key channels decay one by one, gates have a `gate_rank`.
+    Gates have a `gate_rank` in Kimi delta attention (arXiv:2510.26692), whose key channels decay one by one.
     """
 
     num_key_heads: int

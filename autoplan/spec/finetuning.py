@@ -183,7 +183,7 @@ class FineTuning:
             return self
         if self.trains(ENCODER):
             return None
-        frozen = copy.copy(self)
+        frozen = copy.copy(self)  # without the checks of what a user may ask for, which must have a target
         for name, value in (("rank", self.rank or 1), ("targets", ()), ("frozen", ())):
             object.__setattr__(frozen, name, value)
         return frozen
