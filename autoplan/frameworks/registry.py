@@ -72,6 +72,8 @@ FRAMEWORKS = (  # in the order in which they are tried for a log
           logs=("nanotron",), distributions={"nanotron": "nanotron"}),
     Entry(folder="deepspeed", rules="deepspeed", target="deepspeed", facts="deepspeed-zero",
           logs=("DeepSpeed", "HF Trainer", "Megatron-LM"), distributions={"DeepSpeed": "deepspeed"}),
+    Entry(folder="gpt_neox", target="gpt-neox", facts="megatron-deepspeed", logs=("Megatron-LM", "DeepSpeed"),
+          distributions={"GPT-NeoX": "gpt-neox"}),
     Entry(folder="fsdp2", rules="fsdp2", target="fsdp2", facts="pytorch-fsdp"),
     Entry(folder="accelerate", rules="accelerate", target="accelerate", facts="pytorch-fsdp",
           logs=("HF Trainer", "DeepSpeed"), distributions={"accelerate": "accelerate"}),
@@ -183,7 +185,7 @@ def target_called(framework: object) -> str | None:
 def usual_target(to: str) -> str:
     """Return NAME or NAME@VERSION with the target's own name for that of its facts or of a program that it starts."""
     name, at, version = to.partition("@")
-    known = (entry.target for entry in _EXPORTED if name in (entry.facts, *entry.also))
+    known = (entry.target for entry in _EXPORTED if entry.has("export") and name in (entry.facts, *entry.also))
     return (name if name in TARGETS else next(known, name)) + at + version
 
 

@@ -67,7 +67,7 @@ _COSTLESS_ZERO = (
     "stage3_gather_fp16_weights_on_model_save",
     "sub_group_size",
 )
-_COSTLESS_PRECISION = (
+COSTLESS_PRECISION = (
     *("immediate_grad_update", "check_grad_overflow", "auto_cast", "loss_scale", "initial_scale_power"),
     *("loss_scale_window", "hysteresis", "consecutive_hysteresis", "min_loss_scale"),
 )
@@ -96,11 +96,11 @@ def read(text: str, context: LaunchContext) -> Launch:
     precision, zero = _precision(options), options.inside("zero_optimization")
     batch = _batch(options, context.num_devices)
     plan = ParallelPlan.derived(
-        **batch | _states(zero, batch["dp_shard"]) | _types(options),
+        **batch | read_states(zero, batch["dp_shard"]) | _types(options),
         precision=precision,
         recompute=Recompute.FULL if _recomputes(options, trainer) else Recompute.NONE,
     )
-    _unpriced(options, zero)
+    remark_unpriced(options, zero)
     return Launch(
         target="deepspeed",
         framework="deepspeed-zero",
@@ -162,7 +162,7 @@ def _precision(options: Options) -> Precision:
     enabled = []
     for name, precision in _PRECISIONS.items():
         section = options.inside(name)
-        section.pass_over(*_COSTLESS_PRECISION)
+        section.pass_over(*COSTLESS_PRECISION)
         if section.flag("enabled") and precision not in enabled:
             enabled.append(precision)
     if len(enabled) == 1:
@@ -239,7 +239,7 @@ def _count_of(trainer: dict[str, str], argument: str, key: str) -> int:
     return int(trainer[argument])
 
 
-def _states(zero: Options, replicas: int) -> Fields:
+def read_states(zero: Options, replicas: int) -> Fields:
     """Return what is sharded, over which replicas, with which overlap; 0.19.7 and later refuse the key of MiCS."""
     sharding = SHARDING.of(zero)
     is_full = sharding == Sharding.ZERO3
@@ -315,7 +315,7 @@ def _recomputes(options: Options, trainer: dict[str, str]) -> bool:
     return is_used
 
 
-def _unpriced(options: Options, zero: Options) -> None:
+def remark_unpriced(options: Options, zero: Options) -> None:
     """Remark on options that change time or memory by an unknown amount."""
     zero.pass_over(*_COSTLESS_ZERO)
     remark_assumed(ZERO, zero)

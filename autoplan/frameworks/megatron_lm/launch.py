@@ -78,15 +78,15 @@ def _model(reading: Reading) -> ModelSpec:
     model = ModelSpec(name="megatron", **fields)
     if model.moe is not None and not any("mlp" in layer for layer in model.layers):
         model = replace(model, ffn_size=0)
-    return _shipped(model, base)
+    return shipped_model(model, base)
 
 
-def _shipped(model: ModelSpec, base: ModelSpec | None) -> ModelSpec:
+def shipped_model(model: ModelSpec, base: ModelSpec | None) -> ModelSpec:
     """Return the shipped model with exactly this architecture, preferably the one that a file starts from."""
     for preset in ([base] if base else []) + [load_model(name) for name in preset_models()]:
         if replace(preset, name=model.name, aliases=(), sources=()) == model:
             return preset
-    return replace(model, name=base.name if base else "megatron")
+    return replace(model, name=base.name) if base else model
 
 
 def _latent_attention(reading: Reading) -> LatentAttention | None:

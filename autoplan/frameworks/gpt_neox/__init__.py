@@ -1,0 +1,1 @@
+"""GPT-NeoX, which runs Megatron-LM's layers on DeepSpeed."""
