@@ -120,6 +120,9 @@ def _cell(text: str) -> str:
 
 def _files() -> Iterator[str]:
     yield "# Files\n\nEvery field, from the same schemas that `autoplan schema KIND` prints for editors and programs."
+    yield '\nIn files that you write, a number may be text with its unit: `memory = "80GB"`, `nic = "400Gb/s"`,'
+    yield '`peak = { bf16 = "989TFLOPS" }`.  Memory counts in powers of two, `80GB` like `80GiB`; rates are decimal,'
+    yield "and a small b is a bit.  In counts, `8k` is 8,192."
     for kind in KINDS:
         described = json.loads(_schema(kind))
         yield f"\n## {kind}\n\n[JSON Schema](schemas/{kind}.json)"

@@ -355,7 +355,7 @@ def test_a_file_with_a_device_of_its_own_is_told_all_wrong_keys_at_once(tmp_path
     message = refusal(str(path))
     for wrong in (
         "'gpus_per_node' and missing devices_per_node",
-        "'memory' ",
+        "memory needs a unit: write memory_gib = 512 in host",
         "'memory_gb' (memory_gib?), 'bandwidth'",
     ):
         assert wrong in message

@@ -65,7 +65,7 @@ def test_several_peaks_are_all_that_a_device_has() -> None:
         ({"memory_gib": None, "peak_tflops": None}, "card.toml: missing memory_gib, peak_tflops"),
         ({"memory_gib": None, "speed": 1, "color": 2}, "unknown keys 'speed', 'color' and missing memory_gib; known: "),
         ({"memory_gib": None, "memory_gb": 24}, "unknown key 'memory_gb' (memory_gib?) and missing memory_gib"),
-        ({"memory_gib": "24"}, "memory_gib must be a positive number, got '24'"),
+        ({"memory_gib": "24 GiBs"}, "memory_gib '24 GiBs': write a number with its unit, such as 80GB"),
         (
             {"memory_gib": -24, "memory_bandwidth_gb_per_s": 0, "peak_tflops": {"bf17": 1}},
             "memory_gib must be a positive number, got -24; "
@@ -152,3 +152,21 @@ def test_a_device_with_the_better_datasheet_sustains_no_less() -> None:
             rates = sustained_flops_per_s(better)
             for precision, rate in sustained_flops_per_s(lesser).items():
                 assert rates[precision] >= 0.93 * rate, (better.name, lesser.name, precision)
+
+
+@pytest.mark.parametrize(("name", "relative"), [("rubin", "gb300"), ("mi455x", "mi355x")])
+def test_announced_devices_say_so_and_are_as_uncertain_as_devices_of_a_minimal_file(name: str, relative: str) -> None:
+    device = load_device(name)
+    assert device is not None
+    assert device.is_announced
+    assert device.rate_spread > UNMEASURED_SPREAD
+    assert any(source.startswith(f"figures of {relative} are used for ") for source in device.sources)
+    assert not any(
+        other.is_announced for other in map(load_device, preset_devices()) if other and other.name == relative
+    )
+
+
+def test_announced_devices_are_the_relatives_of_none() -> None:
+    sheet = {"name": "next", "memory_gib": 288, "memory_bandwidth_gb_per_s": 22000, "peak_tflops": {"bf16": 4000}}
+    sources = completed(sheet, "next.toml")["sources"]
+    assert not any("rubin" in source or "mi455x" in source for source in sources)

@@ -230,7 +230,9 @@ def test_a_rack_that_spans_nodes_carries_more_than_the_nics() -> None:
     assert bisection_bytes_per_s(rack, 9) == pytest.approx(nvlink + 36 * 50e9 * rack.network.efficiency)
 
 
-@pytest.mark.parametrize("name", sorted(set(preset_clusters()) - {"gb200-nvl72", "gb300-nvl72"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(preset_clusters()) - {"gb200-nvl72", "gb300-nvl72", "vera-rubin-nvl72", "helios"})
+)
 def test_a_node_sends_what_the_levels_say_that_its_devices_get(name: str) -> None:
     """No link on the way from the devices of a preset to its NICs is slower than these."""
     cluster = replace(load_cluster(name), num_nodes=2)

@@ -251,7 +251,7 @@ def test_a_toml_file_of_ones_own_is_read(tmp_path: Path) -> None:
     [
         ("num_layers = true", ["num_layers", "bool"]),
         ("num_layers = 1e30", ["num_layers", "float"]),
-        ('num_layers = "2"', ["num_layers", "str"]),
+        ('num_layers = "two"', ["num_layers", "'two'"]),
         ("num_layers = -2", ["num_layers", "-2"]),
         ("num_layers = 2\nrope_base = nan", ["rope_base", "nan"]),
         ("num_layers = 2\nnum_kv_heads = 3", ["num_kv_heads", "3"]),

@@ -67,7 +67,7 @@ def _devices() -> Iterator[dict[str, Any]]:
             "memory GiB": f"{device.memory_bytes / GIB:g}",
             "GB/s": f"{device.memory_bandwidth_bytes_per_s / 1e9:,.0f}",
             "TFLOP/s": f"{peak / 1e12:,.4g}",
-            "generation": device.generation,
+            "generation": "announced" if device.is_announced else device.generation,
         }
 
 

@@ -13,7 +13,7 @@ from autoplan.api.timings import with_timings
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
 from autoplan.base.units import check_positive
-from autoplan.base.values import parse_batches, parse_size
+from autoplan.base.values import parse_batches, parse_memory, parse_size
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks import presets
 from autoplan.frameworks.registry import book_of, facts_of, find_target, rules_for, target_called, usual_target
@@ -219,7 +219,7 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         ),
         training=training,
         framework=framework,
-        reserve_bytes=parse_size(reserve) if isinstance(reserve, str) else reserve,
+        reserve_bytes=parse_memory(reserve, "--reserve-memory") if isinstance(reserve, str) else reserve,
     )
 
 
@@ -261,7 +261,7 @@ def _input_rates(options: ProblemOptions) -> list[InputRate]:
     rates, size = options.get("input_rate") or (), options.get("sample_size")
     if size is not None and not rates:
         raise InputError("--sample-size is for a rate in bytes: give --input-rate too, such as 2GB/s/node")
-    sample_bytes = parse_size(size) if isinstance(size, str) else size
+    sample_bytes = parse_size(size, "--sample-size") if isinstance(size, str) else size
     if sample_bytes is not None:
         check_positive("--sample-size", sample_bytes)
     return [parse_input_rate(text, sample_bytes) for text in ([rates] if isinstance(rates, str) else rates)]

@@ -300,8 +300,11 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
         warnings.append(f"no plan fits safely: the OOM risk of this one is {risk}")
     device = problem.cluster.device
     if device.rate_spread and device.vendor != "cpu" and not problem.timings.has_kernels:
+        why = f"no run on {device.name} was measured"
+        if device.is_announced:
+            why = f"{device.name} has the figures that its maker announced, and {why.replace(device.name, 'it')}"
         warnings.append(
-            f"no run on {device.name} was measured, so the interval allows for {100 * device.rate_spread:.0f} % "
+            f"{why}, so the interval allows for {100 * device.rate_spread:.0f} % "
             "in its rates; autoplan profile measures them"
         )
     if problem.link_spread >= UNLIKE_LINKS and problem.cluster.num_devices > 1:

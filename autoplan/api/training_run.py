@@ -9,7 +9,7 @@ from typing import TypedDict
 
 from autoplan.api.results import Progress
 from autoplan.base.errors import InputError
-from autoplan.base.values import parse_duration, parse_numbers, parse_positive, parse_tokens
+from autoplan.base.values import parse_count, parse_duration, parse_numbers, parse_positive, parse_tokens
 from autoplan.cost.goodput import Reliability
 from autoplan.search.objectives import Run, default_objective, find_objectives
 from autoplan.search.sizes import SizeSearchResult, search_sizes, size_grid
@@ -69,7 +69,9 @@ def parse_sizes(nodes: Sequence[int] | str) -> tuple[int, ...]:
     low, sign, high = nodes.partition(":")
     if not sign:
         return parse_numbers(nodes, "--nodes")
-    ends = [int(part) if re.fullmatch(r"[1-9][0-9]{0,8}", part.strip()) else 0 for part in (low, high)]
+    ends = [
+        parse_count(part, "--nodes") if re.fullmatch(r"\s*[0-9]{1,9}[kKmM]?\s*", part) else 0 for part in (low, high)
+    ]
     if not 0 < ends[0] <= ends[1] <= MAX_DEVICES:
         raise InputError(f"--nodes {nodes!r}: write whole numbers from 1 to {MAX_DEVICES}, the lower one first: 8:64")
     return size_grid(*ends)

@@ -18,8 +18,15 @@ from typing import Any, BinaryIO, TypeVar
 
 from autoplan.base.errors import InputError
 from autoplan.base.names import close_names
-from autoplan.base.units import file_keys, file_units, listed
-from autoplan.base.value_faults import dataclass_inside, place_text, type_hints, value_faults
+from autoplan.base.units import bare_key, file_keys, file_units, listed
+from autoplan.base.value_faults import (
+    dataclass_inside,
+    number_inside,
+    place_text,
+    type_hints,
+    typed_number,
+    value_faults,
+)
 
 T = TypeVar("T")
 
@@ -135,8 +142,9 @@ def shipped(folder: str = "") -> dict[str, Path]:
 def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
     """Decode `table` as the dataclass `kind`; unknown keys, missing keys and wrong types are errors.
 
-    Keys may have the human units of `units.FILE_UNITS`.  `where` names the file in messages, which have all unknown and
-    missing keys, or all wrong values.  A class with `check_table` checks a table before its keys are checked.
+    Keys may have the human units of `units.FILE_UNITS`, and numbers may be text with a unit (`memory = "80GB"`).
+    `where` names the file in messages, which have all unknown and missing keys, or all wrong values.  A class with
+    `check_table` checks a table before its keys are checked.
     """
     import msgspec  # here and below: not needed for a help page
 
@@ -168,6 +176,32 @@ def _scaled(value: Any, factor: float) -> Any:
         return math.inf
 
 
+def _numbered(value: Any, key: str, field: str, number: type, factor: float | None) -> Any:
+    """Return numbers in SI, also those that a file has as text; text that is no number is left to the decoder."""
+    if isinstance(value, dict):
+        return {part: _numbered(inner, key, field, number, factor) for part, inner in value.items()}
+    if isinstance(value, str):
+        try:
+            return typed_number(value, key, field, number, factor)
+        except InputError:
+            return value
+    return value if factor in (None, 1.0) else _scaled(value, factor)
+
+
+def _has_bare_number(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_bare_number, value.values()))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    return (
+        "{ " + ", ".join(f"{key} = {part}" for key, part in value.items()) + " }"
+        if isinstance(value, dict)
+        else str(value)
+    )
+
+
 def to_fields(
     kind: type,
     table: dict[str, Any],
@@ -179,8 +213,8 @@ def to_fields(
     """Return `table` with the fields of the dataclass `kind` as keys, converting human units to SI.
 
     Unknown and missing keys are errors, of all tables in one message, or added to `faults`; `needed` are the required
-    fields, by default those without a default.  `written` collects, by the place of a converted field, its key in the
-    file and the factor of that key's unit.
+    fields, by default those without a default.  `written` collects, by the place of a field, its key in the file and
+    the factor of that key's unit.
     """
     hints = type_hints(kind)
     fields: dict[str, Any] = {}
@@ -195,9 +229,13 @@ def to_fields(
         if name is None:
             unknown.append(key)
             continue
-        if factor is not None:
+        written[f"{path}.{name}"] = (key, factor or 1.0)
+        if number := number_inside(hints[name]):
+            value = _numbered(value, key, name, number, factor)
+            if factor is None and _has_bare_number(table[key]):
+                found.append(f"{key} needs a unit: write {file_keys(name)[0]} = {_shown(table[key])}{place_text(path)}")
+        elif factor not in (None, 1.0):
             value = _scaled(value, factor)
-            written[f"{path}.{name}"] = (key, factor)
         if name in fields:
             raise InputError(f"{key!r}{place_text(path)} is given twice, in different units")
         if isinstance(value, float) and not math.isfinite(value):
@@ -220,13 +258,15 @@ def to_fields(
 
 
 def _field_of(key: str, hints: Collection[str]) -> tuple[str | None, float | None]:
-    """Return (the field that a key gives, None for an unknown key; the factor of its unit, None if that is SI)."""
+    """Return (the field that a key gives, None for an unknown key; the unit of its bare numbers in SI, if any)."""
     if key in hints:
-        return key, None
+        return key, 1.0
     for field in hints:
         for human, inside, factor in file_units(field):
             if key == field[: -len(inside)] + human:
                 return field, factor
+        if key == bare_key(field):
+            return field, None
     return None, None
 
 

@@ -28,8 +28,15 @@ _VOLUMES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def file_keys(field: str) -> tuple[str, ...]:
-    """Return the possible keys of `field` in a file: `memory_gib`, `memory_mib` or SI for `memory_bytes`."""
-    return (*(field[: -len(inside)] + human for human, inside, _ in file_units(field)), field)
+    """Return the possible keys of `field` in a file: `memory_gib`, `memory_mib`, `memory` or `memory_bytes`."""
+    units, bare = file_units(field), bare_key(field)
+    return (*(field[: -len(inside)] + human for human, inside, _ in units), *((bare,) if bare else ()), field)
+
+
+def bare_key(field: str) -> str | None:
+    """Return the key without a unit, whose values have one: `memory` for `memory_bytes`; None if there is no unit."""
+    units = file_units(field)
+    return field[: -len(units[0][1])] if units else None
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,9 @@ from enum import StrEnum
 from functools import cache
 from typing import Any
 
-from autoplan.base.errors import OutOfRangeError
+from autoplan.base.errors import InputError, OutOfRangeError
+from autoplan.base.units import bare_key
+from autoplan.base.values import has_unit, parse_amount, parse_count
 
 type_hints = cache(typing.get_type_hints)  # evaluates every annotation anew
 
@@ -37,6 +39,8 @@ def _fault(value: Any, hint: Any, root: type, path: str, written: dict[str, tupl
     """Describe what is wrong with the value at `path`; an empty list if nothing is."""
     import msgspec
 
+    if fault := fault_of_text(value, hint, path, written):
+        return [fault]
     try:
         msgspec.convert(value, hint, strict=True)
     except msgspec.ValidationError as error:
@@ -50,6 +54,40 @@ def _fault(value: Any, hint: Any, root: type, path: str, written: dict[str, tupl
         table, dot, name = path.rpartition(".")
         return [f"{text}{place_text(f'{table}{dot}{written[path][0] if path in written else name}')}"]
     return []
+
+
+def fault_of_text(value: Any, hint: Any, path: str, written: dict[str, tuple[str, float]]) -> str:
+    """Describe what is wrong with the text of a number; blank if it is none."""
+    if (number := number_inside(hint)) is None:
+        return ""
+    table, _, name = path.rpartition(".")
+    key, _ = written.get(path, (name, 1.0))
+    bare_unit = None if key == bare_key(name) else 1.0
+    for part, text in value.items() if isinstance(value, dict) else [("", value)]:
+        if isinstance(text, str):
+            try:
+                typed_number(text, f"{key}.{part}" if part else key, name, number, bare_unit)
+            except InputError as error:
+                return f"{error}{place_text(table)}"
+    return ""
+
+
+def typed_number(text: str, key: str, field: str, number: type, bare_unit: float | None) -> float:
+    """Return the number that a file has as text: '80GB', '8k'; a number without a unit is in `bare_unit`."""
+    if number is int and not has_unit(field):
+        return parse_count(text, key)
+    return parse_amount(text, key, field, bare_unit)
+
+
+def number_inside(annotation: Any) -> type | None:
+    """Return int or float for a number, one that may be left out, or a table of numbers; None for anything else."""
+    parts = [part for part in typing.get_args(annotation) if part is not type(None)]
+    origin = typing.get_origin(annotation)
+    if origin in (typing.Union, types.UnionType) and len(parts) == 1:
+        return number_inside(parts[0])
+    if origin is dict:
+        return number_inside(parts[1])
+    return annotation if annotation in (int, float) else None
 
 
 def place_text(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Parsers of human-readable sizes, times and numbers: '4GiB', '30d', '15T', '8k', '1,2,4'."""
+"""Parsers of human-readable sizes, times and numbers: '80GB', '400Gb/s', '30d', '15T', '8k', '1,2,4'."""
 
 from __future__ import annotations
 
@@ -8,17 +8,61 @@ from collections.abc import Iterable
 from autoplan.base.errors import InputError
 from autoplan.base.units import TOKEN_UNITS
 
-_SIZE = re.compile(r"(?P<number>[0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?P<unit>[kmgt]i?b|b)?", re.IGNORECASE)
-_SIZE_UNITS = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-_SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_AMOUNT = re.compile(r"([+-]?[0-9]{1,18}(?:\.[0-9]{1,18})?(?:[eE][+-]?[0-9]{1,2})?)\s*([^\s0-9.]\S{0,9})?")
+_LETTERS = ("", "k", "M", "G", "T", "P")
 
 
-def parse_size(text: str) -> float:
-    """Return the bytes of a size such as '4GiB', '500MB' or '0'."""
-    match = _SIZE.fullmatch(text.strip())
-    if not match or (match["unit"] is None and float(match["number"]) != 0):
-        raise InputError(f"memory size {text!r}: write a number with a unit, such as 4GiB")
-    return float(match["number"]) * _SIZE_UNITS[(match["unit"] or "b").lower()]
+def _prefixed(unit: str, base: float = 1e3, worth: float = 1.0) -> dict[str, float]:
+    """Return what a unit with each prefix is worth, in lower case."""
+    return {f"{letter}{unit}".lower(): worth * base**power for power, letter in enumerate(_LETTERS)}
+
+
+# Memory is sold in powers of two: the 80GB of a datasheet are 80GiB.  Data on a disk is counted in decimal units.
+_MEMORY = _prefixed("B", 1024) | _prefixed("iB", 1024) | {name: _prefixed("", 1024)[name] for name in "kmgtp"}
+_DATA = _prefixed("B") | {f"{name[0]}ib": worth for name, worth in _prefixed("B", 1024).items() if name != "b"}
+_TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+# Units by the suffix of a field, with an example.  A rate in bits is told by its small b, before the case is dropped.
+_UNITS: tuple[tuple[str, str, dict[str, float]], ...] = (
+    ("_bytes_per_s", "900GB/s or 400Gb/s", _prefixed("B/s") | _prefixed("bit/s", worth=1 / 8)),
+    ("_flops_per_s", "989TFLOPS", _prefixed("FLOPS") | _prefixed("FLOP/s")),
+    ("_bytes", "80GB", _MEMORY),
+    ("_s", "14us", _TIMES),
+    ("_w", "700W", _prefixed("W")),
+)
+_BITS = re.compile(r"(?<=[kMGTP])b(?:/s|ps)$")
+
+
+def has_unit(field: str) -> bool:
+    """Return whether amounts of a field have a unit, by its suffix."""
+    return any(field.endswith(suffix) for suffix, _, _ in _UNITS)
+
+
+def parse_amount(text: str, key: str, field: str, bare_unit: float | None) -> float:
+    """Return the amount of a field, in SI, typed with a unit: '80GB', '400Gb/s', '14us'.
+
+    A bare number is in `bare_unit`; without one it is an error, which names the `key` of the file.
+    """
+    example, units = next(((text, units) for suffix, text, units in _UNITS if field.endswith(suffix)), ("0.5", {}))
+    match = _AMOUNT.fullmatch(text.strip())
+    unit = (_BITS.sub("bit/s", match[2]) if match and match[2] else "").lower()
+    worth = units.get(unit) if unit else bare_unit
+    if not match or worth is None:
+        raise InputError(f"{key} {text[:40]!r}: write a number{' with its unit' if units else ''}, such as {example}")
+    return float(match[1]) * worth
+
+
+def parse_memory(text: str, flag: str) -> float:
+    """Return the bytes of a part of a memory such as '4GB', '4GiB' or '0'."""
+    return 0.0 if text.strip() == "0" else parse_amount(text, flag, "memory_bytes", None)
+
+
+def parse_size(text: str, flag: str) -> float:
+    """Return the bytes of data such as '150kB' or '2MiB'."""
+    match = _AMOUNT.fullmatch(text.strip())
+    worth = _DATA.get((match[2] or "").lower()) if match else None
+    if not match or worth is None:
+        raise InputError(f"{flag} {text!r}: write a number with its unit, such as 150kB")
+    return float(match[1]) * worth
 
 
 def parse_duration(text: str) -> float:
@@ -40,9 +84,9 @@ def parse_count(text: str, flag: str) -> int:
 def parse_numbers(text: str, flag: str) -> tuple[int, ...]:
     """Return the distinct numbers in '1,2,4'."""
     parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[1-9][0-9]{0,8}", part) for part in parts):
+    if not all(re.fullmatch(r"[1-9][0-9]{0,8}[kKmM]?", part) for part in parts):
         raise InputError(f"{flag} {text!r}: write whole numbers from 1, such as 1,2,4")
-    return tuple(dict.fromkeys(int(part) for part in parts))
+    return tuple(dict.fromkeys(parse_count(part, flag) for part in parts))
 
 
 def parse_words(text: str, flag: str, known_words: Iterable[str]) -> tuple[str, ...]:
@@ -71,15 +115,17 @@ def parse_batches(text: str) -> tuple[int, int]:
 
 
 def parse_tokens(text: str) -> float:
-    """Return the number of tokens in '15T', '445B', '2e12' or '1000000'."""
-    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([TBM]?)", text.strip(), re.IGNORECASE)
+    """Return the number of tokens in '15T', '445B', '500k', '2e12' or '1000000', in decimal units."""
+    match = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?(?:e[0-9]{1,2})?)([TBMK]?)", text.strip(), re.IGNORECASE)
     if not match or float(match[1]) <= 0:
         raise InputError(f"--tokens {text!r}: write a number of tokens, such as 15T or 300B")
-    return float(match[1]) * next((size for size, unit in TOKEN_UNITS if unit == match[2].upper()), 1.0)
+    sizes = {unit: size for size, unit in TOKEN_UNITS} | {"K": 1e3, "": 1.0}
+    return float(match[1]) * sizes[match[2].upper()]
 
 
 def parse_positive(text: str, flag: str) -> float:
-    """Return a positive decimal number."""
-    if not re.fullmatch(r"[0-9]{1,12}(?:\.[0-9]{1,12})?", text.strip()) or float(text) <= 0:
+    """Return a positive number such as '2.5', or '10k' for 10,000."""
+    match = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,12})?)([kKM]?)", text.strip())
+    if not match or float(match[1]) <= 0:
         raise InputError(f"{flag} {text!r}: write a number above 0, such as 2.5")
-    return float(text)
+    return float(match[1]) * {"": 1.0, "k": 1e3, "m": 1e6}[match[2].lower()]

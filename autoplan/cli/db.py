@@ -14,7 +14,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import encode, encode_line, write_text
 from autoplan.base.units import format_bytes, format_seconds
 from autoplan.cli.inputs import check_outputs, url_with_password
-from autoplan.cli.options import DbOption, ForceOption, QuietOption
+from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
 from autoplan.cli.progress import progress_bar
 from autoplan.cli.remarks import print_warnings, print_written, say
 
@@ -96,7 +96,7 @@ def list_(
     review: ReviewOption = None,
     hidden: Annotated[bool, typer.Option("--hidden", help="Include hidden ones.")] = False,
     runs: RunsOption = False,
-    limit: Annotated[int, typer.Option(min=1, metavar="N", help="Maximum number of rows.")] = 100,
+    limit: Annotated[int, whole_number("--limit", "N", "Maximum number of rows.", at_least=1)] = 100,
     json: JsonOption = False,
 ) -> None:
     """List records or training runs in the order in which they were added."""

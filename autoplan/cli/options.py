@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.units import check_count
 from autoplan.base.values import parse_count
 from autoplan.cli.complete import clusters, frameworks, presets, words
 from autoplan.cli.remarks import hide_remarks
@@ -20,18 +21,21 @@ RUNS_HELP = (
 
 
 def whole_number(
-    flag: str, metavar: str, help_: str, *, show_default: bool | str = True
+    flag: str, metavar: str, help_: str, *, show_default: bool | str = True, at_least: int | None = None
 ) -> Any:  # typer.Option is untyped
     """Return an option for a whole number; anything else is a one-line error that names the flag.
 
-    `show_default` describes the absence of an optional flag.
+    `show_default` describes the absence of an optional flag; `at_least` is a limit that no call of the API checks.
 
     The error is not a ValueError, which typer would turn into its own message of several lines.
     """
 
     def parse(text: str) -> int:
         try:
-            return parse_count(str(text), flag)  # a default is a number already
+            count = parse_count(str(text), flag)  # a default is a number already
+            if at_least is not None:
+                check_count(flag, count, at_least=at_least)
+            return count
         except InputError as error:
             raise AutoplanError(str(error)) from None
 

@@ -11,7 +11,7 @@ import typer
 import autoplan
 from autoplan import api, report
 from autoplan.base.urls import command_line
-from autoplan.base.values import parse_positive
+from autoplan.base.values import parse_amount
 from autoplan.cli.flags import shared_flags
 from autoplan.cli.inputs import check_outputs, run_options, url_with_password
 from autoplan.cli.options import DbOption, ForceOption, QuietOption, whole_number
@@ -60,7 +60,7 @@ def replan(
 ) -> None:
     """Find the best plan on the rest of a cluster, with the same batch, and the cost of switching to it."""
     check_outputs(out, force=force)
-    rate = None if checkpoint_rate is None else 1e9 * parse_positive(checkpoint_rate, "--checkpoint-gbytes-per-s")
+    rate = checkpoint_rate and parse_amount(checkpoint_rate, "--checkpoint-gbytes-per-s", "checkpoint_bytes_per_s", 1e9)
     run = run_options(context)
     run.pop("nodes", None)
     with progress_bar(quiet=quiet, doing="searching", unit="sizes") as advance:

@@ -12,7 +12,7 @@ import autoplan
 from autoplan import api
 from autoplan.base.errors import InputError
 from autoplan.cli.inputs import check_output, url_with_password
-from autoplan.cli.options import CommandOption, ForceOption, LogToOption, PlanArgument, QuietOption
+from autoplan.cli.options import CommandOption, ForceOption, LogToOption, PlanArgument, QuietOption, whole_number
 from autoplan.cli.remarks import say
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 ProgramArgument = Annotated[
     list[str] | None, typer.Argument(metavar="PROGRAM ARG...", help="After --command --: the program to run instead.")
 ]
-StepsOption = Annotated[int, typer.Option(metavar="N", min=1, help="Timed steps.")]
-WarmupOption = Annotated[int, typer.Option(metavar="N", min=0, help="Warm-up steps before them.")]
+StepsOption = Annotated[int, whole_number("--steps", "N", "Timed steps.", at_least=1)]
+WarmupOption = Annotated[int, whole_number("--warmup", "N", "Warm-up steps before them.", at_least=0)]
 DataOption = Annotated[
     str | None,
     typer.Option(

@@ -13,6 +13,7 @@ from autoplan.base.files import decode, is_file, read_table, shipped, to_fields
 from autoplan.base.hostlist import expand_hosts
 from autoplan.base.json_schema import schema
 from autoplan.base.names import suggestion
+from autoplan.base.values import parse_count
 from autoplan.readers.device import DATASHEET, based_on, device_schema, device_table, preset_devices
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, LinkLevel
 
@@ -182,21 +183,25 @@ def _check_keys(table: dict[str, Any], device: dict[str, Any], where: str) -> No
     """Raise an error with all unknown and missing keys of a cluster and of its device, which need not be complete."""
     faults: list[str] = []
     rest = {key: value for key, value in table.items() if key not in ("device", "based_on")}
-    to_fields(ClusterSpec, rest, needed=("name", "devices_per_node"), faults=faults)
     stated = {key: value for key, value in device.items() if key != "based_on"}
-    to_fields(DeviceSpec, stated, "$.device", needed=DATASHEET, faults=faults)
+    try:
+        to_fields(ClusterSpec, rest, needed=("name", "devices_per_node"), faults=faults)
+        to_fields(DeviceSpec, stated, "$.device", needed=DATASHEET, faults=faults)
+    except InputError as error:
+        raise InputError(f"{where}: {error}") from None
     if faults:
         raise InputError(f"{where}: {'; '.join(faults)}")
 
 
 def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) -> dict[str, Any]:
     """Return the table of a cluster completed with missing links, network and host."""
-    has_links = isinstance(device, str) and device in shipped("clusters")
-    name = table.get("based_on", device if has_links else based_on(device, where))
-    if name not in preset_clusters():
+    name = table.get("based_on")
+    if name is not None and name not in preset_clusters():
         meant = suggestion(str(name), preset_clusters(), "autoplan list clusters shows all")
         raise InputError(f"{where}: based_on names no built-in cluster: {meant}")
-    base, size = _preset(name), table.get("devices_per_node")
+    base, size = _preset(name or _cluster_of(device, where)), table.get("devices_per_node")
+    if isinstance(size, str):
+        size = parse_count(size, f"{where}: devices_per_node")
     if not isinstance(size, int) or not 1 <= size <= MAX_DEVICES:
         return table  # the decoder reports the error
     spec = decode(DeviceSpec, table["device"], where)
@@ -213,6 +218,21 @@ def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) 
     note = f"{', '.join(missing)} of {base.name}" if missing else ""
     stated = {key: value for key, value in table.items() if key != "based_on"}
     return {**stated, **missing, "sources": [*table.get("sources", ()), *([note] if note else [])]}
+
+
+def _cluster_of(device: str | dict[str, Any], where: str) -> str:
+    """Return the id of the shipped cluster of a device, or of the device that provides its missing values."""
+    clusters = _clusters_by_device()
+    own = clusters.get(device) if isinstance(device, str) else None
+    return own or clusters[based_on(device, where)]
+
+
+@cache
+def _clusters_by_device() -> dict[str, str]:
+    """Return the ids of shipped clusters with a file by their devices, of several the one named like the device."""
+    with_file = shipped("clusters")
+    placed = {str(read_table(path)["device"]): name for name, path in with_file.items()}
+    return placed | {name: name for name in placed if name in with_file}
 
 
 def _expanded(group: Any, where: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, fields
 from functools import lru_cache
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args
 
 from autoplan.base.curves import AttentionCurve, GemmCurve
 from autoplan.base.errors import InputError
@@ -17,6 +17,7 @@ from autoplan.base.files import decode, read_table, shipped, to_fields
 from autoplan.base.json_schema import schema
 from autoplan.base.names import suggestion
 from autoplan.base.units import file_keys
+from autoplan.base.value_faults import fault_of_text, type_hints
 from autoplan.topology.cluster import DeviceSpec
 
 # Standard deviation of the log step time of a device without measured rates: that of the sustained fraction of peak
@@ -24,7 +25,7 @@ from autoplan.topology.cluster import DeviceSpec
 UNMEASURED_SPREAD = 0.2
 LISTED = "autoplan list devices shows all"
 DATASHEET = ("name", "memory_bytes", "memory_bandwidth_bytes_per_s", "peak_flops_per_s")  # required for any device
-PRECISIONS: tuple[str, ...] = get_args(get_args(get_type_hints(DeviceSpec)["peak_flops_per_s"])[0])
+PRECISIONS: tuple[str, ...] = get_args(get_args(type_hints(DeviceSpec)["peak_flops_per_s"])[0])
 _KIN = ("vendor", "generation")  # optional in a file; the similar device must then match
 _TAKEN = (
     "vendor",
@@ -102,21 +103,23 @@ def completed(table: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _datasheet_of(table: dict[str, Any], where: str) -> dict[str, Any]:
     """Return the values in a device's table, in SI; unknown keys and an incomplete datasheet are errors."""
+    written: dict[str, tuple[str, float]] = {}
     try:
-        datasheet = to_fields(DeviceSpec, table, needed=DATASHEET)
+        datasheet = to_fields(DeviceSpec, table, written=written, needed=DATASHEET)
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     faults = []
     for name in DATASHEET[1:]:
-        key = next(key for key in file_keys(name) if key in table)
-        value = table[key]
-        if name == "peak_flops_per_s":
+        key, value = written[f"$.{name}"][0], datasheet[name]
+        if fault := fault_of_text(value, type_hints(DeviceSpec)[name], f"$.{name}", written):
+            faults.append(fault)
+        elif name == "peak_flops_per_s":
             if not isinstance(value, dict) or not value or not all(map(_is_number, value.values())):
-                faults.append(f"{key} must be a table of positive numbers such as {{ bf16 = 312 }}, got {value!r}")
+                faults.append(f"{key} must be a table of positive numbers such as {{ bf16 = 312 }}, got {table[key]!r}")
             elif unknown := value.keys() - set(PRECISIONS):
                 faults.append(f"{key} must be of {', '.join(PRECISIONS)}, got {', '.join(sorted(unknown))}")
         elif not _is_number(value):
-            faults.append(f"{key} must be a positive number, got {value!r}")
+            faults.append(f"{key} must be a positive number, got {table[key]!r}")
     if faults:
         raise InputError(f"{where}: {'; '.join(faults)}")
     return datasheet
@@ -155,7 +158,11 @@ def _base(table: dict[str, Any], where: str) -> str:
         return sum(abs(math.log(ratio)) for ratio in rates)
 
     devices = [device for device in map(load_device, preset_devices()) if device and device.vendor != "cpu"]
-    similar = [device for device in devices if all(datasheet.get(key) in (None, getattr(device, key)) for key in _KIN)]
+    similar = [
+        device
+        for device in devices
+        if not device.is_announced and all(datasheet.get(key) in (None, getattr(device, key)) for key in _KIN)
+    ]
     nearest = min(similar, key=distance, default=None)
     if nearest is None or math.isinf(distance(nearest)):
         kin = ", ".join(f"{key} {datasheet[key]}" for key in _KIN if key in datasheet)

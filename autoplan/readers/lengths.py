@@ -27,7 +27,7 @@ TOKENS_PER_MESSAGE = 4
 _CONVERSATIONS = ("messages", "conversations")
 _ANSWERS = ("chosen", "rejected")
 _BESIDE_CONVERSATIONS = ("system", "tools", *_ANSWERS)
-_PAIRS = re.compile(r"\s*[0-9][0-9kKmM]*(:[0-9]+)?(\s*,\s*[0-9][0-9kKmM]*(:[0-9]+)?)*\s*")
+_PAIRS = re.compile(r"\s*[0-9][0-9kKmM]*(:[0-9]+[kKmM]?)?(\s*,\s*[0-9][0-9kKmM]*(:[0-9]+[kKmM]?)?)*\s*")
 _NO_TEXT = ("id", "role", "from", "source", "category", "label", "score", "meta", "metadata", "image", "images")
 
 
@@ -62,7 +62,7 @@ def load_images(text: str) -> ImageCounts:
 
 def _typed(part: str, flag: str) -> tuple[int, int]:
     number, sign, samples = part.strip().partition(":")
-    return parse_count(number, flag), int(samples) if sign else 1
+    return parse_count(number, flag), parse_count(samples, flag) if sign else 1
 
 
 def _of_histogram(path: Path) -> Counter[int]:
@@ -72,9 +72,10 @@ def _of_histogram(path: Path) -> Counter[int]:
         cells = re.split(r"[,;:\s]+", line.strip())
         if cells == [""] or (number == 1 and not any(cell[:1].isdigit() for cell in cells)):
             continue
-        if len(cells) != 2 or not all(re.fullmatch(r"[0-9]{1,15}", cell) for cell in cells):
+        if len(cells) != 2 or not all(re.fullmatch(r"[0-9]{1,15}[kKmM]?", cell) for cell in cells):
             raise InputError(f"{path}: line {number}: write the tokens of a sample and the number of such samples")
-        counts[int(cells[0])] += int(cells[1])
+        tokens, samples = (parse_count(cell, str(path)) for cell in cells)
+        counts[tokens] += samples
     return counts
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from autoplan.base.errors import InputError
+from autoplan.base.values import parse_count
 from autoplan.spec.enums import CodedEnum, Precision, members
 
 MAX_DEGREE = 10**6
@@ -170,8 +172,9 @@ class Axis:
     def parse(self, text: str, option: str) -> int | Value:
         """Parse a value from `text`; an `InputError` begins with the name of the `option`."""
         if self.kind is Kind.COUNT:
-            if text.isascii() and text.isdigit() and len(text) <= len(str(MAX_TYPED)) and int(text) >= 1:
-                return int(text)
+            count = parse_count(text, option) if re.fullmatch(r"[0-9]{1,7}[kKmM]?", text) else 0
+            if 1 <= count <= MAX_TYPED:
+                return count
             raise InputError(f"{option} {self.name}={text}: must be a whole number from 1 to {MAX_TYPED}")
         if self.kind is Kind.FLAG:
             if text in ("on", "off", "true", "false"):

@@ -43,6 +43,7 @@ class DeviceSpec:
     gemm: GemmCurve = field(default_factory=GemmCurve)
     attention: AttentionCurve = field(default_factory=AttentionCurve)
     rate_spread: float = 0.0  # if it represents different products: standard deviation of the logarithm of their rates
+    is_announced: bool = False  # nobody has measured it: the figures are those that its maker announced
     sources: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
