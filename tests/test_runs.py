@@ -727,6 +727,17 @@ def test_kin_is_said_and_keeps_to_rules_that_hold_everywhere(tmp_path: Path) -> 
     assert "framework treated as torchtitan" in run.filled
 
 
+@pytest.mark.parametrize(("year", "is_refused"), [("2025", False), ("2026", True)])
+def test_runs_of_an_older_torchtitan_may_split_experts_twice(tmp_path: Path, year: str, is_refused: bool) -> None:
+    """Its 0.2 split experts by tp beside ep, which the current one refuses."""
+    layout = {"tp": "4", "cp": "1", "pp": "1", "vp": "", "ep": "2", "etp": "4", "dp": "2", "sharding": "zero3"}
+    sizes = ("id", "gpu", "gpu_memory_gib", "gpus_per_node", "seq_len", "global_batch", "micro_batch")
+    row = {key: LLAMA[key] for key in sizes} | layout | {"framework": "torchtitan (FSDP2)", "year": year}
+    (run,) = runs_of(tmp_path, row | {"model": "Qwen3 30B-A3B", "num_gpus": "8", "recompute": "full"})
+    assert run.is_invalid is is_refused, run.refusal
+    assert (run.plan is None) is is_refused
+
+
 @pytest.mark.parametrize(
     ("framework", "kind"),
     [("DeepSpeed ZeRO-3 (HF)", "all_to_all"), ("DeepSpeed", "all_to_all"), ("torchtitan (FSDP2)", "ring")],

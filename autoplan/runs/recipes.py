@@ -38,6 +38,7 @@ class Recipe:
     doubted: Mapping[str, int | float] = field(default_factory=dict)
     doubted_from_nodes: int = 1
     is_similar: bool = False  # they were made with another framework, which works like this one and was not measured
+    had_other_rules: bool = False  # they were made with a version that allowed plans that the current one refuses
     attention: AttentionKernel = AttentionKernel.FLASH
     precision: Precision | None = None  # precision of its scripts, whatever a table says
     sharding: Sharding = Sharding.ZERO1

@@ -110,10 +110,16 @@ def _read_under(row: Row, recipe: Recipe) -> set[str]:
 def _refused_by_framework(problem: Problem, plan: ParallelPlan, recipe: Recipe) -> str:
     """Return the first rule that the plan breaks, or nothing.
 
-    No rules are checked for Megatron-LM, whose rules are current while most of its runs in tables are older; for
-    similar frameworks, which have other rules; and for runs without mixed precision, which no plan supports.
+    No rules are checked for Megatron-LM, whose rules are current while most of its runs in tables are older; for older
+    versions of others and for similar frameworks, which have other rules; and for runs without mixed precision, which
+    no plan supports.
     """
     framework = problem.framework
-    answers_to_none = recipe.is_similar or framework.rules == "megatron-lm" or problem.training.precision == "fp32"
+    answers_to_none = (
+        recipe.is_similar
+        or recipe.had_other_rules
+        or framework.rules == "megatron-lm"
+        or problem.training.precision == "fp32"
+    )
     rules = universal.RULES if answers_to_none else book_of(framework).rules
     return next(iter(broken(rules, problem.workload, plan)), "")
