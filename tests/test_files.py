@@ -721,3 +721,9 @@ def test_a_message_repeats_a_few_unknown_keys_each_cut() -> None:
     message = refusal(DeviceSpec, DEVICE | {f"{'k' * 5000}{number}": 1 for number in range(50)})
     assert "and 42 more" in message
     assert len(message) < 1500
+
+
+def test_a_message_lists_some_of_many_known_keys() -> None:
+    with pytest.raises(InputError, match=r"unknown key 'zzz' and .*; known: .*, and \d+ more$") as refusal:
+        decode(ModelSpec, {"zzz": 1}, "model.toml")
+    assert len(str(refusal.value)) < 1000

@@ -55,7 +55,8 @@ def test_files_that_deepy_joins_are_read_as_one(tmp_path: Path) -> None:
     (tmp_path / "configs" / "run.yml").write_text(RUN)
     script = tmp_path / "train.sh"
     script.write_text(
-        "#SBATCH --nodes=8\n#SBATCH --ntasks-per-node=8\npython ./deepy.py train.py -d configs 20B run.yml\n"
+        "#SBATCH --nodes=8\n#SBATCH --gres=gpu:a100:8\n#SBATCH --ntasks=1\n"
+        "python ./deepy.py train.py -d configs 20B run.yml\n"
     )
     launch = read_launch(script, LaunchContext())
     plan, model = launch.plan, launch.model
@@ -183,3 +184,21 @@ def test_files_of_others_are_not_its_own() -> None:
     assert recognises("a.sh", "./deepy.py train.py a.yml\n")
     assert not recognises("a.yml", "pipeline_model_parallel_size: 4\n")
     assert not recognises("a.json", '{"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}')
+
+
+@pytest.mark.parametrize(
+    ("directives", "devices"),
+    [
+        ("#SBATCH --gres=gpu:RTXA6000:2\n#SBATCH --ntasks=1\n", 2),
+        ("#SBATCH -N 4\n#SBATCH --gpus-per-node=8\n", 32),
+        ("#SBATCH --nodes=2 --gres gpu:4\n", 8),
+    ],
+)
+def test_ranks_are_as_many_as_the_devices_of_a_job(tmp_path: Path, directives: str, devices: int) -> None:
+    (tmp_path / "a.yml").write_text(SMALL)
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/bash\n{directives}python ./deepy.py train.py -d . a.yml\n")
+    assert read_launch(script, LaunchContext()).plan.num_devices == devices
+    script.write_text("#!/bin/bash\n#SBATCH --ntasks=1\npython ./deepy.py train.py a.yml\n")
+    with pytest.raises(InputError, match="pass --devices"):
+        read_launch(script, LaunchContext())

@@ -21,7 +21,7 @@ from framework_parsers import ask
 from read_back import check_price, matters
 
 SCRIPT = """#!/bin/bash
-torchrun --nnodes 2 --nproc_per_node 8 train.py \\
+torchrun --nnodes 2 --nproc_per_node 8 run_clm.py \\
     --model_name_or_path meta-llama/Llama-3.1-8B-Instruct \\
     --max_length 4096 --packing true \\
     --per_device_train_batch_size 2 \\
@@ -137,7 +137,7 @@ def test_thirty_two_bits_and_preferences_are_refused() -> None:
     with pytest.raises(InputError, match="neither bf16 nor fp16"):
         read(SCRIPT.format("").replace("--bf16", ""), LaunchContext())
     with pytest.raises(InputError, match=r"kto\.py: only training on the next token"):
-        read(SCRIPT.format("").replace("train.py", "kto.py"), LaunchContext())
+        read(SCRIPT.format("").replace("run_clm.py", "kto.py"), LaunchContext())
     with pytest.raises(InputError, match="beta"):
         of("--beta 0.1")
 
@@ -225,7 +225,7 @@ def test_what_the_trainer_ignores_or_refuses() -> None:
     ("program", "is_priced"), [("train_support.py", True), ("export_model.py", True), ("run_dpo.py", False)]
 )
 def test_losses_are_told_by_whole_words(program: str, is_priced: bool) -> None:
-    script = SCRIPT.format("").replace("train.py", program)
+    script = SCRIPT.format("").replace("run_clm.py", program)
     if is_priced:
         assert read(script, LaunchContext()).plan.dp == 16
     else:
@@ -482,8 +482,8 @@ def test_a_program_of_rewards_by_another_name_is_refused() -> None:
 
 def test_blocks_of_a_program_of_trl_are_padded_samples() -> None:
     script = SCRIPT.replace("--max_length 4096 --packing true", "--block_size 4096")
-    assert read(script.replace("train.py", "sft.py").format(""), LaunchContext()).training.batching == "padded"
-    assert read(script.replace("train.py", "run_clm.py").format(""), LaunchContext()).training.batching == "joined"
+    assert read(script.replace("run_clm.py", "sft.py").format(""), LaunchContext()).training.batching == "padded"
+    assert read(script.format(""), LaunchContext()).training.batching == "joined"
 
 
 def test_a_program_that_trains_nothing_is_refused() -> None:
@@ -503,3 +503,8 @@ def test_adapters_that_nothing_turns_on_are_listed() -> None:
     context = LaunchContext(num_devices=8)
     assert "lora_r" in matters(read(json.dumps(table), context))
     assert "lora_r" not in matters(read(json.dumps(table | {"use_peft": False}), context))
+
+
+def test_a_program_that_is_not_read_may_set_more_than_its_command() -> None:
+    assert "finetune.py" in matters(read(SCRIPT.replace("run_clm.py", "src/finetune.py").format(""), LaunchContext()))
+    assert not any(name.endswith(".py") for name in matters(of()))

@@ -14,6 +14,8 @@ import autoplan
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.hf_trainer.read import read, recognises
+from autoplan.frameworks.launch_files import read_launch
+from autoplan.readers.model import load_model
 from damage import damaged
 from read_back import matters
 
@@ -136,6 +138,8 @@ def test_the_code_of_a_notebook_is_read() -> None:
         ("model = prepare_model_for_kbit_training(model)", "full"),
         ("model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)", "none"),
         ("model.gradient_checkpointing_enable()", "full"),
+        ("config = AutoConfig.from_pretrained('x')\nconfig.gradient_checkpointing = True", "full"),
+        ("config = AutoConfig.from_pretrained('x', gradient_checkpointing=False)", "none"),
     ],
 )
 def test_recomputation_is_turned_on_beside_the_arguments_too(adapt: str, recompute: str) -> None:
@@ -384,3 +388,35 @@ def test_what_is_read_in_part_is_listed() -> None:
 def test_a_damaged_program_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(InputError):
         assert read(text, LaunchContext(num_devices=8, seq_len=1024)).plan.num_devices == 8
+
+
+def test_a_program_that_only_evaluates_is_refused() -> None:
+    assert of(plain()).plan.dp == 8
+    with pytest.raises(InputError, match="evaluates and never calls train"):
+        of(plain().replace(".train()", ".evaluate()"))
+
+
+@pytest.mark.parametrize(
+    "folder", ['"$(cd "$(dirname "${BASH_SOURCE[0]}")"/.. && pwd)"', "/some/where/of/mine", "$PROJECT_ROOT"]
+)
+def test_a_program_in_a_folder_that_only_the_shell_knows_is_found(tmp_path: Path, folder: str) -> None:
+    """A script in a folder of its own starts a program in the one above, by a path from a variable."""
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "train.py").write_text("print('another one')")
+    (tmp_path / "train.py").write_text(plain(more="gradient_checkpointing=True,"))
+    script = tmp_path / "scripts" / "run.sh"
+    script.write_text(f'ROOT={folder}\ntorchrun --nproc_per_node 2 "$ROOT/train.py" --batch_size 4\n')
+    if "BASH_SOURCE" not in folder:  # the nearest of this name is taken, which is none that trains
+        with pytest.raises(InputError):
+            read_launch(script, LaunchContext(seq_len=1024))
+        return
+    launch = read_launch(script, LaunchContext(seq_len=1024, variables=(("BF16", "true"),)))
+    assert (launch.plan.micro_batch, launch.plan.recompute, launch.plan.dp) == (4, "full", 2)
+
+
+def test_a_program_that_makes_arguments_beside_its_command_is_listed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(plain(more="gradient_checkpointing=True,"))
+    script = tmp_path / "run.sh"
+    script.write_text("torchrun --nproc_per_node 2 train.py --per_device_train_batch_size 4 --bf16 true\n")
+    launch = read_launch(script, LaunchContext(seq_len=1024, model=load_model("llama3-8b")))
+    assert "train.py" in matters(launch)

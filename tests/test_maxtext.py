@@ -208,6 +208,18 @@ def test_a_pipeline_has_as_many_micro_batches_as_stages_where_it_is_silent() -> 
     assert matters(of(ici_pipeline_parallelism=4)) == {"num_layers_per_pipeline_stage"}  # 8 rounds of one layer
 
 
+@pytest.mark.parametrize(("activations", "is_gated"), [('["relu"]', False), ('["silu","linear"]', True)])
+def test_an_mlp_has_a_gate_where_it_has_two_activations(activations: str, is_gated: bool) -> None:
+    """configs/base.yml of 2023 has one."""
+    sizes = "base_emb_dim: 2560\nbase_mlp_dim: 8192\nbase_num_decoder_layers: 16\nvocab_size: 32768\n"
+    text = f"{sizes}mlp_activations: {activations}\nper_device_batch_size: 12\nici_fsdp_parallelism: 8\n"
+    launch = read(text, LaunchContext())
+    assert launch.model.gated_mlp == is_gated
+    assert "mlp_activations" not in matters(launch)
+    with pytest.raises(InputError, match=r"mlp_activations .* must be one or two activations"):
+        read(text.replace(activations, "[]"), LaunchContext())
+
+
 def test_words_of_a_command_win_over_the_file_beside_it(tmp_path: Path) -> None:
     (tmp_path / "llama.yml").write_text("base_config: base.yml\nmodel_name: llama3-70b\nper_device_batch_size: 4\n")
     script = (

@@ -424,6 +424,22 @@ def test_precisions_of_a_benchmark_are_read_and_other_functions_listed(
     assert (launch.training.precision, matters(launch)) == (precision, listed)
 
 
+@pytest.mark.parametrize(
+    ("line", "grads", "fusion"),
+    [
+        ("", "fp32", "native"),
+        ('cfg.mixed_precision = "bf16_mixed"', "fp32", "native"),
+        ('cfg.mixed_precision = _perf_precision("bf16")', "bf16", "native"),
+        ("cfg.mixed_precision = bf16_mixed()\n    _benchmark_common(cfg)", "bf16", "te"),
+    ],
+)
+def test_gradients_of_recipes_are_wide_and_those_of_benchmarks_are_not(line: str, grads: str, fusion: str) -> None:
+    text = RECIPE.replace("pick()", '"full"').replace("    if late:\n        cfg.model.context_parallel_size = 2\n", "")
+    text = text.replace("    return cfg\ndef mine", f"    {line}\n    return cfg\ndef mine")
+    plan = megatron_bridge.READER.read(text, LaunchContext(num_devices=8)).plan
+    assert (plan.grad_dtype, plan.cross_entropy_fusion) == (grads, fusion)
+
+
 def test_overrides_of_a_command_line_win_over_its_short_options() -> None:
     text = "torchrun --nproc-per-node 8 run_recipe.py --recipe llama3_8b_pretrain_config -tp 2 "
     text += "model.tensor_model_parallel_size=4 model.transformer.sequence_parallel=true dataset.seq_length=8192"

@@ -33,6 +33,7 @@ T = TypeVar("T")
 # Far above any hand-written configuration; a weight file given by mistake is not read into memory.
 MAX_BYTES = 8 * 2**20
 MAX_DIGITS = 40  # of a number in YAML
+MAX_KNOWN = 30  # keys in a message
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -277,7 +278,9 @@ def _key_faults(unknown: Sequence[str], missing: Sequence[str], hints: Collectio
         faults.append(f"unknown key{'s' * (len(unknown) > 1)} {listed(_with_close_key(key, keys) for key in unknown)}")
     if missing:
         faults.append(f"missing {', '.join(file_keys(name)[0] for name in missing)}")
-    known = f"; known: {', '.join(keys)}" if any(not close_names(str(key), keys, most=1) for key in unknown) else ""
+    more = f", and {len(keys) - MAX_KNOWN} more" if len(keys) > MAX_KNOWN else ""
+    is_strange = any(not close_names(str(key), keys, most=1) for key in unknown)
+    known = f"; known: {', '.join(keys[:MAX_KNOWN])}{more}" if is_strange else ""
     return f"{' and '.join(faults)}{place_text(path)}{known}"
 
 

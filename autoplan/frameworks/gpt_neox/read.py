@@ -37,7 +37,7 @@ from autoplan.frameworks.gpt_neox.options import (
     has_section,
 )
 from autoplan.frameworks.megatron_lm.launch import shipped_model
-from autoplan.frameworks.megatron_lm.read import Entry, num_devices, started
+from autoplan.frameworks.megatron_lm.read import Entry, started
 from autoplan.readers.model import find_preset
 from autoplan.spec.enums import AttentionKernel, Precision, ReduceType, Sharding
 from autoplan.spec.model import ModelSpec
@@ -104,10 +104,10 @@ def _options(text: str, context: LaunchContext) -> tuple[Options, int | None]:
     devices, missing = None, list[Unread]()
     if _COMMAND.search(text) and not _KEY.search(text):
         script = read_script(text, context.variables, context.folder)
-        before, words = started(script, Entry(_deepy_at, lambda inner: "deepy.py" in inner), context)
+        _, words = started(script, Entry(_deepy_at, lambda inner: "deepy.py" in inner), context)
         if words is None:
             raise InputError("no command of the script starts deepy.py")
-        devices = num_devices(before, script, text)
+        devices = _devices(text)
         missing += script.unread()
         files = list[tuple[str, str]]()
         for file in _files_of(words):
@@ -136,6 +136,14 @@ def _options(text: str, context: LaunchContext) -> tuple[Options, int | None]:
     options = Options(arguments.values(), remarks=missing, way_out=_WAY_OUT)
     options.pass_over("deepspeed_extra_args")
     return options, devices
+
+
+def _devices(text: str) -> int | None:
+    """Return the devices in a script's Slurm directives: deepy.py starts a rank on each, whatever the tasks are."""
+    directives = "\n".join(re.findall(r"(?m)^\s*#SBATCH\s+(.*)$", text))
+    per_node = re.search(r"--(?:gres|gpus-per-node)[= ](?:gpu:)?(?:[a-z]\w*:)?(\d{1,3})\b", directives, re.IGNORECASE)
+    nodes = re.search(r"(?:--nodes|-N)[= ]?(\d{1,5})\b", directives)
+    return int(per_node[1]) * (int(nodes[1]) if nodes else 1) or None if per_node else None
 
 
 def _deepy_at(words: Sequence[str]) -> int | None:
@@ -348,7 +356,7 @@ def _has_dropout(options: Options) -> bool:
     for key in keys:
         if not options.has(key):
             options.remark(key, "priced as 0, its default since 2023; 0.1 before", default="0")
-    return any(options.number(key, 0.0) > 0 for key in keys)
+    return max([options.number(key, 0.0) for key in keys]) > 0
 
 
 def _reduce_dtype(options: Options) -> ReduceType:

@@ -25,6 +25,8 @@ _ARGUMENTS = re.compile(rf"(Seq2Seq)?TrainingArguments|(?P<objective>{_OBJECTIVE
 _MAKES = re.compile(rf"^[^#\n]*(?<!class )\b({_ARGUMENTS.pattern})\(", re.MULTILINE)
 _TRAINERS = re.compile(rf"(?P<objective>{_OBJECTIVES})Trainer")
 _MODELS = re.compile(r"(\w*(ModelFor|For(Causal|Conditional|Masked|Seq)|LMHead)\w*|Fast(Language|Vision)?Model)")
+_EVALUATES, _TRAINS = re.compile(r"\.(evaluate|predict)\("), re.compile(r"(?<![a-z])(train\w*|fit)\(")
+_CONFIGURES = re.compile(r"Config(\.from_pretrained)?$|For\w+\.from_pretrained$")
 # Other methods of PEFT; the exceptions are parts of a LoraConfig, or load one.
 _OTHER_ADAPTERS = re.compile(r"peft\..*(?<!\.Lora)(?<!LoftQ)(?<!Eva)(?<!Corda)(?<!LoraGA)(?<!\.Peft)Config")
 # Fields of PEFT's LoraConfig by their names in TRL, and those that make adapters of different layers unlike.
@@ -86,6 +88,8 @@ def options_of_program(text: str, context: LaunchContext, given: Options | None 
     if len(made) != 1:
         names = ", ".join(map(_class, made[:5])) or "none"
         raise InputError(f"a program makes its training arguments once, the file {len(made)} times ({names})")
+    if _EVALUATES.search(source) and not _TRAINS.search(source):
+        raise InputError("the program evaluates and never calls train")
     remarks: list[Unread] = []
     package, _, name = made[0].name.partition(".")
     if name and package not in _PACKAGES:
@@ -171,9 +175,15 @@ def _objective(call: Built, classes: re.Pattern[str]) -> str:
 
 
 def _recomputes(call: Built) -> bool:
-    """Return whether a call turns recomputation on beside the arguments (peft/utils/other.py does by default)."""
+    """Return whether a call turns recomputation on beside the arguments.
+
+    peft/utils/other.py does by default, and a model whose configuration says so (transformers/modeling_utils.py,
+    `_backward_compatibility_gradient_checkpointing`).
+    """
     if _class(call) == "prepare_model_for_kbit_training":
         return call.named.get("use_gradient_checkpointing", True) is not False
+    if _CONFIGURES.search(call.name):
+        return call.named.get("gradient_checkpointing") is True
     return _class(call) == "gradient_checkpointing_enable"
 
 

@@ -30,6 +30,11 @@ _LAUNCHERS = ("torch.", "accelerate.", "deepspeed.")
 _MODULE = re.compile(r"trl\.scripts\.(\w+)")
 _BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
 _FILES = (".yaml", ".yml", ".json")
+_BEHIND_FOLDER = re.compile(r"(.*(?:[)}`\"']|\$\w+))/([\w./-]+\.py)", re.DOTALL)
+# Programs of TRL, and of the examples of transformers, that set nothing beside their arguments.
+_KNOWN = re.compile(
+    rf"(.*/)?({'|'.join(_COMMANDS)}|run_[cmp]lm(_no_trainer)?)\.py|{'|'.join(_COMMANDS)}|trl\.scripts\.\w+"
+)
 _OF_SWIFT = re.compile(r"\bswift[/.]cli[/.]")
 _OVERRIDE_OF_HYDRA = re.compile(r"(\+{0,2}[\w./@]+)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"([a-z]\w*)=(.*)", re.DOTALL)
@@ -62,8 +67,15 @@ def program_at(words: Sequence[str], programs: Sequence[str] = (), folder: Path 
 
 
 def program_beside(name: str, folder: Path | None) -> str | None:
-    """Return the text of a Python program, by its file or module, in the folder of a script or above it."""
+    """Return the text of a Python program, by its file or module, in the folder of a script or above it.
+
+    Of a path whose folder only a running shell knows the rest is looked for; the folder of the script itself, such as
+    $(dirname "$0")/.., is known.
+    """
     file = name if name.endswith(".py") else f"{name.replace('.', '/')}.py"
+    if is_open(file) and (parts := _BEHIND_FOLDER.fullmatch(file)) is not None:
+        is_of_script = re.search(r"BASH_SOURCE|\$\{?0", parts[1]) is not None
+        file = "../" * (parts[1].count("..") if is_of_script else 0) + parts[2]
     return content[0] if (content := read_beside(file, folder)) else None
 
 
@@ -131,7 +143,11 @@ def started_options(program: str, words: Sequence[str], context: LaunchContext) 
     arguments = program_options(words, context)
     beside = program_beside(program, context.folder)
     if beside is None or not trains(beside) or (makes_arguments(beside) and has_batch(" ".join(words))):
-        return arguments, program.rpartition("/")[2]
+        name = program.rpartition("/")[2]
+        if _KNOWN.fullmatch(program) is None:
+            why = "what this program sets itself, such as recomputation, is not read"
+            arguments.remarks.append(Unread(option=name[-60:], value="", why=why))
+        return arguments, name
     options, name = options_of_program(beside, context, arguments)
     options.remarks += arguments.remarks
     is_named = name == "train.py" and OTHER_LOSSES.search(program) is not None

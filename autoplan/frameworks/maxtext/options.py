@@ -181,7 +181,7 @@ COSTLESS = (
     *("dataset_path", "dataset_name", "hf_path", "hf_name", "tokenizer_path", "tokenizer_type", "enable_checkpointing"),
     *("async_checkpointing", "checkpoint_period", "reuse_example_batch", "eval_interval", "profiler", "metrics_file"),
     *("gcs_metrics", "save_config_to_gcs", "enable_goodput_recording", "monitor_goodput", "logits_dot_in_fp32"),
-    *("max_segments_per_seq", "sharding_tolerance", "normalization_layer_epsilon", "mlp_activations", "scan_layers"),
+    *("max_segments_per_seq", "sharding_tolerance", "normalization_layer_epsilon", "scan_layers"),
     *("gradient_clipping_threshold", "attention_type", "skip_first_n_steps_for_profiler", "profiler_steps"),
     *("warmup_steps_fraction", "learning_rate_schedule_steps", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay"),
     *("override_model_config", "num_layers_per_pipeline_stage", "scan_pipeline_iterations", "scan_layers_per_stage"),

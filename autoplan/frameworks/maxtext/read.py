@@ -148,8 +148,10 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
         sizes_of_file = (row.key for row in (*SIZES, *EXPERTS, KV_HEADS, HEAD_DIM, FFN_SIZE))
         for key in filter(options.has, ("model_name", *sizes_of_file, SCALE, "decoder_block", "mtp_num_layers")):
             options.remark(key, "--model wins", matters=False)
+        options.pass_over("mlp_activations")
         return context.model
     if name != "default":
+        options.pass_over("mlp_activations")
         ours = {theirs: preset for preset, theirs in MODELS.items()}.get(name, name)
         if (model := find_preset(ours)) is None:
             raise InputError(f"model_name {show(name)} is not a known model: pass --model")
@@ -175,10 +177,20 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
         num_kv_heads=None if heads * widths == sizes["num_heads"] else heads * widths,
         head_dim=_unusual(HEAD_DIM.of(options), sizes),
         ffn_size=0 if block in OF_EXPERTS else FFN_SIZE.of(options) * widths,
+        gated_mlp=_has_gate(options),
         qkv_bias=options.flag("attention_bias", bias) and bias,
         qk_norm="head" if options.flag("use_qk_norm", norm == "head") else "none",
         moe=Experts(**experts | {"expert_ffn_size": experts["expert_ffn_size"] * widths}) if experts else None,
     )
+
+
+def _has_gate(options: Options) -> bool:
+    """Return whether an MLP multiplies two activations, each behind a matrix of its own (layers/linears.py)."""
+    activations = options.value("mlp_activations", ["silu", "linear"])
+    names = activations if isinstance(activations, list) else re.findall(r"\w+", str(activations))
+    if len(names) not in (1, 2):
+        raise InputError(f"mlp_activations {show(activations)} must be one or two activations")
+    return len(names) == 2
 
 
 def _name(options: Options) -> str:

@@ -36,7 +36,7 @@ _COMMON = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "data_parallel_sharding_strategy": "optim_grads_params",
-    "grad_reduce_in_bf16": True,  # perf_recipes/_common.py
+    "grad_reduce_in_bf16": False,  # mixed_precision.py, which its recipes take
     "fp8_param_gather": True,  # mixed_precision.py
     "fp4_param_gather": True,
     "cpu_offloading": False,
@@ -45,13 +45,10 @@ _COMMON = {
 }
 # Settings of model providers and recipes.
 _PROVIDERS = {"apply_rope_fusion": False}
-_RECIPES = {
-    "cross_entropy_fusion_impl": "te",  # perf_recipes/_common.py
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "apply_rope_fusion": True,  # perf_recipes/_common.py, as is the next one
-    "moe_router_fusion": True,
-}
+_RECIPES = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "apply_rope_fusion": True}
+# Settings of its benchmarks (perf_recipes/_common.py, `_benchmark_common`), and of models with latent attention.
+_BENCHMARKS = {"cross_entropy_fusion_impl": "te", "grad_reduce_in_bf16": True, "moe_router_fusion": True}
+_LATENT = {"cross_entropy_fusion_impl": "te", "apply_rope_fusion": False}  # models/deepseek, models/kimi
 _SHORT = {
     "tp": "model.tensor_model_parallel_size",
     "pp": "model.pipeline_model_parallel_size",
@@ -138,6 +135,7 @@ class _Recipe:
     values: dict[str, Any] = field(default_factory=dict)
     models: list[str] = field(default_factory=list)
     unread: list[Unread] = field(default_factory=list)
+    is_benchmark: bool = False
 
 
 # -- command lines ----------------------------------------------------------------------------------------------------
@@ -194,6 +192,7 @@ def _stem(recipe: str) -> str:
 def _python(text: str, context: LaunchContext, recipe: _Recipe) -> None:
     """Follow the function named by `RECIPE`, or the only function that sets a configuration and is never called."""
     module = Module(text, "the recipe")
+    recipe.is_benchmark = any("_benchmark_common" in _called(function) for function in module.functions.values())
     setting = [name for name, function in module.functions.items() if _sets(function)]
     calls = {name: _called(function) for name, function in module.functions.items()}
     for _ in range(MAX_DEPTH):  # of functions that only call others that set a configuration
@@ -322,6 +321,10 @@ def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Lau
             recipe.values.setdefault("dataset.seq_length", recipe.values[path])
     written = [argument for path, value in recipe.values.items() for argument in _arguments(path, value)]
     defaults = _COMMON | (_PROVIDERS if is_custom else _RECIPES)
+    if base is not None and base.mla is not None:
+        defaults |= _LATENT
+    if recipe.is_benchmark:
+        defaults |= _BENCHMARKS | {"apply_rope_fusion": True}
     arguments = Options(written, defaults, way_out="pass --model")
     if arguments.count("expert_model_parallel_size", 1) > 1:
         arguments.defaults["expert_tensor_parallel_size"] = 1
