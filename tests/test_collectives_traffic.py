@@ -25,7 +25,7 @@ from test_estimate import PLAIN, price, problem_of, terms_of
 from test_topology_traffic import cluster_of
 
 # Nothing hides, and nothing is gathered twice; 8-bit plans gather in 8 bits.
-OPEN = PLAIN.changed(fsdp_unhidden_share=1.0, regathers_norm_output=False, narrow_tp_gathers=True)
+OPEN = PLAIN.changed(fsdp_unhidden_share=1.0, regathers_norm_output=False, narrow_tp_gathers="tensors")
 
 
 def rows_of(step: StepTraffic) -> dict[str, TrafficRow]:
@@ -64,7 +64,7 @@ def test_blocks_of_scales_are_gathered_as_rows_and_those_of_gradients_as_columns
     precision: str, size: float
 ) -> None:
     """A block gathers its inputs, and the gradients of its outputs for both products that they enter."""
-    problem = problem_of(framework=OPEN.changed(narrow_block_gathers=True), cluster="b200:1x8")
+    problem = problem_of(framework=OPEN.changed(narrow_tp_gathers="blocks"), cluster="b200:1x8")
 
     def gathered_bytes(precision: str) -> float:
         plan = ParallelPlan(global_batch=32, tp=2, sp=True, dp_shard=4, sharding="zero1", precision=precision)  # type: ignore[arg-type]

@@ -397,7 +397,7 @@ def test_selective_recomputation_may_save_attention() -> None:
 
 def test_eight_bit_plans_may_gather_their_inputs_as_quantised() -> None:
     wide = problem_of()
-    narrow = dataclasses.replace(wide, framework=PLAIN.changed(narrow_tp_gathers=True))
+    narrow = dataclasses.replace(wide, framework=PLAIN.changed(narrow_tp_gathers="tensors"))
     plan = single(tp=2, sp=True, precision="fp8")
     size, links = np.full(1, 2.0 * 2048 * 1024), Links.of(wide)
     gathers = [links.seconds("all_gather", tensor_pair(), sent)[0] for sent in (size, size / 2)]
@@ -1241,13 +1241,16 @@ def test_half_an_overlap_leaves_half_of_the_backward_pass_uncovered() -> None:
     assert none > half > whole
 
 
-def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_for_its_cache() -> None:
+def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_for_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = dataclasses.replace(TWO_NODES, global_batch=48)
     assert priced(plan, allocator_retry_s=0.1)["allocator_retries"] == 0.0
-    full = priced(plan, allocator_retry_s=0.1, retries_above_share=1e-6)
+    monkeypatch.setattr("autoplan.cost.stages.RETRY_SHARE", 1e-6)
+    full = priced(plan, allocator_retry_s=0.1)
     assert full["allocator_retries"] == pytest.approx(0.1 * 8 * 3)
     piped = ParallelPlan(global_batch=24, pp=2, dp_shard=8, sharding="none")
-    assert priced(piped, allocator_retry_s=0.1, retries_above_share=1e-6)["allocator_retries"] == 0.0
+    assert priced(piped, allocator_retry_s=0.1)["allocator_retries"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -1260,7 +1263,6 @@ def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_f
         {"message_poll_s": -0.1},
         {"allocator_retry_s": -1.0},
         {"grad_reduce_overlap_share": 1.5},
-        {"retries_above_share": -0.1},
     ],
 )
 def test_traits_of_a_steps_end_are_refused_outside_their_range(traits: dict[str, float]) -> None:

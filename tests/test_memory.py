@@ -613,7 +613,6 @@ def test_gradients_that_fit_into_no_freed_activation_are_cached(seq_len: int, fi
 )
 def test_outputs_wait_for_their_reduction_as_far_as_the_host_is_ahead(plan: dict[str, Any], ahead: float) -> None:
     framework = CACHES.changed(
-        bytes_per_unreduced_hidden=4.0,
         host_lead_layers=3.0,
         host_lead_tokens_per_layer=2048.0,
         pipeline_lead_tokens_per_layer=2048.0,
@@ -623,7 +622,7 @@ def test_outputs_wait_for_their_reduction_as_far_as_the_host_is_ahead(plan: dict
 
 
 def test_no_more_outputs_wait_than_the_passes_in_flight_have() -> None:
-    framework = CACHES.changed(bytes_per_unreduced_hidden=4.0, host_lead_layers=100.0)
+    framework = CACHES.changed(host_lead_layers=100.0)
     for global_batch, passes in ((1, 2), (64, 6)):  # forward through two layers, and backward before that
         got = cached(problem_of(framework=framework), tp=2, sp=True, global_batch=global_batch)
         assert got == pytest.approx([4 * TOKENS * 64 * passes])
@@ -647,8 +646,11 @@ def test_a_gather_takes_new_blocks_where_activations_left_none_of_its_size() -> 
 
 
 @pytest.mark.parametrize(("width", "fits"), [(4.0, True), (1e8, False)])
-def test_a_log_of_what_is_reserved_shows_the_cache_until_the_device_is_full(width: float, fits: bool) -> None:
-    framework = CACHES.changed(logs_memory="reserved", bytes_per_unreduced_hidden=width, host_lead_layers=2.0)
+def test_a_log_of_what_is_reserved_shows_the_cache_until_the_device_is_full(
+    width: float, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoplan.cost.memory.allocator_cache.UNREDUCED_BYTES", width)
+    framework = CACHES.changed(logs_memory="reserved", host_lead_layers=2.0)
     cost = price(problem_of(framework=framework), ParallelPlan(global_batch=64, tp=2, sp=True))
     cache = width * TOKENS * 64 * 2
     rest = cost.memory_bytes[0] - CACHED_SHARE * cache

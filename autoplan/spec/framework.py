@@ -45,7 +45,6 @@ class Memory:
     # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit
     # copies, and gradients that live from their backward pass to the optimizer's step: a step has several peaks.
     fsdp2_states: bool = False
-    fsdp_prefetch_units: int = 2  # gathered units alive at once under zero3
     # Embedding and head are gathered where they are used, not for the whole of both passes.
     gathers_ends_in_turn: bool = False
     # Dense layers keep their inputs and the outputs of products, and repeat all between them (jax.checkpoint by name).
@@ -89,9 +88,8 @@ class Memory:
     is_planned_ahead: bool = False
     # Whether the peak counts blocks that the allocator keeps beyond its tensors and gives back when memory runs short.
     counts_cached_blocks: bool = False
-    # Of them, outputs of whole width that wait for a collective, per token, hidden element and pass through a layer,
-    bytes_per_unreduced_hidden: float = 0.0
-    host_lead_layers: float = 0.0  # for as many layers as the host launches ahead of the device at most
+    # Of them, outputs of whole width wait for a collective in as many layers as the host launches ahead of the device.
+    host_lead_layers: float = 0.0
     host_lead_tokens_per_layer: float = 1.0  # of a step; it is ahead by one layer more for this many tokens
     pipeline_lead_tokens_per_layer: float = 1.0  # the same in a pipeline, of tokens divided by tp
     # Which peak its log, or people who use it, report: handed out by the allocator, held by it, or taken on the device.
@@ -104,7 +102,6 @@ class Memory:
         return self.bytes_per_weight >= 4.0
 
     def __post_init__(self) -> None:
-        check_count("fsdp_prefetch_units", self.fsdp_prefetch_units, at_most=1000)
         check_count("whole_gather_copies", self.whole_gather_copies, at_least=0, at_most=10)
         check_count("pads_vocab_to", self.pads_vocab_to, at_most=2**20)
         _check(
@@ -206,11 +203,10 @@ class Network:
     """Traffic between ranks: what is sent, how often, and what that costs beyond the time on the wire."""
 
     sequence_parallel: bool = True  # whether tp > 1 normally runs with sequence parallelism
-    # 8-bit plans gather what enters the matrices as quantised, gradients too, where a matrix has one scale.
-    narrow_tp_gathers: bool = False
-    # MXFP8 and NVFP4 plans too: blocks of rows for the products that gradients flow through, blocks of columns for the
-    # gradients of weights.
-    narrow_block_gathers: bool = False
+    # Which 8-bit plans gather what enters the matrices as quantised, gradients too: those where a matrix has one scale;
+    # or MXFP8 and NVFP4 plans too, blocks of rows for the products that gradients flow through, blocks of columns for
+    # the gradients of weights.
+    narrow_tp_gathers: Literal["none", "tensors", "blocks"] = "none"
     scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
     bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
     reduces_accumulators: bool = False  # as they are, in fp32; else in the type of the gradients
@@ -279,14 +275,12 @@ class Host:
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Where zero1 gathers every rank's slice of every tensor of weights on its own: slicing, flattening, copying back.
     host_s_per_gathered_piece: float = 0.0
-    # A layer takes so much longer, in both passes, where the allocator has to give its cache back to go on: from this
-    # share of the capacity.
+    # A layer takes so much longer, in both passes, where the allocator has to give its cache back to go on.
     allocator_retry_s: float = 0.0
-    retries_above_share: float = 1.0
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
 
     def __post_init__(self) -> None:
-        _check(self, retries_above_share=(0, 1))
+        _check(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,9 +49,9 @@ def operand_bytes(problem: Problem, batch: PlanBatch) -> Floats:
 
 def gathers_narrow(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which plans gather the inputs of matrices quantised, each rank its part of the tokens."""
-    network, is_fp8 = problem.framework.network, batch.precision == Precision.FP8.code
-    tensors = is_fp8 & network.narrow_tp_gathers & ~scales_rows(batch) & ~scales_tiles(batch)
-    return np.asarray(tensors | (scales_blocks(batch) & network.narrow_block_gathers))
+    narrow, is_fp8 = problem.framework.network.narrow_tp_gathers, batch.precision == Precision.FP8.code
+    tensors = is_fp8 & ~scales_rows(batch) & ~scales_tiles(batch)
+    return np.asarray((tensors & (narrow != "none")) | (scales_blocks(batch) & (narrow == "blocks")))
 
 
 def rank_tokens(problem: Problem, batch: PlanBatch) -> Floats:

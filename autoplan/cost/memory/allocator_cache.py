@@ -28,6 +28,7 @@ Kept = list[tuple[Floats, Floats]]  # (size of a stored tensor, how many are ali
 GRAD_BYTES = 2.0  # per gradient element as produced by the backward pass
 MOMENT_BYTES = 8.0  # of Adam's moments per parameter, allocated at the end of the first step
 FP32_LOGIT_BYTES = 4.0
+UNREDUCED_BYTES = 4.0  # per token and hidden element of a layer: the outputs of attention and MLP in 16 bits
 
 
 def cached_bytes(
@@ -70,7 +71,7 @@ def _unreduced_bytes(problem: Problem, batch: PlanBatch, passes: Floats) -> Floa
     lead = np.minimum(lead, framework.memory.host_lead_layers)
     has_backward = batch.num_microbatches[:, None] > _in_flight(batch, passes.shape[1])
     ahead = np.minimum(lead[:, None], passes * np.where(has_backward, 3, 1))
-    width = framework.memory.bytes_per_unreduced_hidden * rank_tokens(problem, batch) * problem.model.hidden_size
+    width = UNREDUCED_BYTES * rank_tokens(problem, batch) * problem.model.hidden_size
     return (width * batch.sp)[:, None] * ahead
 
 

@@ -14,6 +14,8 @@ from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
+GATHERED_UNITS = 2  # alive at once under zero3: one is computed with and the next one gathered
+
 
 def gathered_bytes(
     problem: Problem,
@@ -45,7 +47,7 @@ def gathered_bytes(
     for layer in set(layers):
         unit = np.maximum(unit, add_up(spread(*local_parameters(batch, shapes[block])) for block in layer))
     element, reduced = problem.training.element_bytes, full_grad_bytes(problem, batch)
-    in_turn = unit * (framework.memory.fsdp_prefetch_units * element + reduced)
+    in_turn = unit * (GATHERED_UNITS * element + reduced)
     root = (parameters.ends.T * dense_spread * (element + reduced)).T
     if framework.memory.gathers_ends_in_turn:  # ends with the logits, or layers with their transients
         head = head_columns(problem, batch) * problem.model.table_width / batch.tp
@@ -74,7 +76,7 @@ def _gathered_with_frozen(
     """
     framework, zero3 = problem.framework, batch.sharding == Sharding.ZERO3.code
     element, wire = problem.training.element_bytes, full_grad_bytes(problem, batch)
-    prefetched, fetched = framework.memory.fsdp_prefetch_units, parameters_on_host(batch)
+    fetched = parameters_on_host(batch)
     dense_spread, expert_spread = (groups.shard.size > 1) | fetched, (groups.expert_shard.size > 1) | fetched
 
     def spread(dense: Floats, expert: Floats) -> Floats:
@@ -86,7 +88,7 @@ def _gathered_with_frozen(
         parts = [unit_parameters(problem, batch, shapes[block]) for block in layer]
         weights = add_up(spread(part.dense_bytes, part.expert_bytes) for part in parts)
         gradients = add_up(spread(part.trained_dense, part.trained_expert) for part in parts)
-        unit = np.maximum(unit, prefetched * weights + wire * gradients)
+        unit = np.maximum(unit, GATHERED_UNITS * weights + wire * gradients)
     trained, frozen = parameters.trained, parameters.frozen_bytes
     assert frozen is not None
     none, wire = np.zeros_like(parameters.ends), wire[:, None]
