@@ -151,6 +151,11 @@ def test_what_a_published_sweep_did_is_no_trait_of_the_software() -> None:
     sweep, release = recipe_called("nanotron", "2025"), recipe_called("nanotron", "2026")
     assert sweep is not None
     assert release is not None
-    assert sweep.software().network.message_poll_s == 0.46
-    assert release.software() == load_framework("nanotron")
-    assert load_framework("nanotron").network.message_poll_s == 0.0
+    release_build, bare = load_framework("nanotron"), sweep.software()
+    assert release.software() == release_build
+    assert release_build.network.message_poll_s == bare.network.message_poll_s == 0.0
+    polling = bare.changed(message_poll_s=0.46)
+    assert sweep.builds(bare, 16, 8) == (bare, None)
+    assert sweep.builds(bare, 32, 8) == (bare, polling)  # no column tells them apart
+    assert sweep.builds(bare, 64, 8) == sweep.builds(bare, 16, 32) == (polling, None)
+    assert release.builds(release_build, 64, 32) == (release_build, None)

@@ -33,10 +33,12 @@ class Recipe:
         default_factory=dict
     )  # behaviour of their build that no release has
     usual: tuple[str, ...] = ()  # options (AXIS=VALUE) of their plans unless stated in a row
-    # Behaviour of another build that about half of the runs had from this many nodes on; no column tells them apart, so
-    # the interval covers both.
+    # Behaviour of another build that about half of the runs had from this many nodes on, so that their interval covers
+    # both, as no column tells them apart; and all runs on more nodes, or with larger tensor groups.
     doubted: Mapping[str, int | float] = field(default_factory=dict)
     doubted_from_nodes: int = 1
+    undoubted_from_nodes: int = 1
+    undoubted_from_tp: int = 1
     is_similar: bool = False  # they were made with another framework, which works like this one and was not measured
     had_other_rules: bool = False  # they were made with a version that allowed plans that the current one refuses
     attention: AttentionKernel = AttentionKernel.FLASH
@@ -63,6 +65,15 @@ class Recipe:
         """Return the framework of these runs."""
         framework = load_framework(self.framework).changed(**self.traits)
         return replace(framework, usual=framework.usual + self.usual)
+
+    def builds(self, framework: Framework, num_nodes: int, tp: int) -> tuple[Framework, Framework | None]:
+        """Return the framework of a run of such a size, and the other one that it may have used; None: no doubt."""
+        if not self.doubted:
+            return framework, None
+        other = framework.changed(**self.doubted)
+        if num_nodes >= self.undoubted_from_nodes or tp >= self.undoubted_from_tp:
+            return other, None
+        return framework, other if num_nodes >= self.doubted_from_nodes else None
 
     def fit(self, name: str, year: str, device: str) -> int:
         """Return how specifically the recipe matches a row: the length of the matching texts, 0 for a mismatch."""

@@ -77,8 +77,8 @@ def _run(cells: dict[str, str]) -> Run:
         recipe = recipe_of(row)
         problem = problem_of(row, recipe)
         plan = plan_of(row, problem, recipe)
-        if recipe.doubted and problem.cluster.num_nodes >= recipe.doubted_from_nodes:
-            doubted = problem.framework.changed(**recipe.doubted)
+        framework, doubted = recipe.builds(problem.framework, problem.cluster.num_nodes, plan.tp)
+        problem = replace(problem, framework=framework)
         row.filled.extend(
             f"{name}={value} left out"
             for name, value in row.options().items()

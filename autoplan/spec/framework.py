@@ -228,15 +228,10 @@ class Network:
     cross_node_pipeline_s_per_tp: float = 0.0
     cross_node_pipeline_s_per_far_tp: float = 0.0
     cross_node_pipeline_s_per_dp: float = 0.0
-    # Added to a message between stages, both of whose ends sleep between looks at whether it came, in jobs of this many
-    # nodes and more, and with tensor groups of this many ranks and more.
+    # Added to a message between stages, both of whose ends sleep between looks at whether it came.
     message_poll_s: float = 0.0
-    message_poll_from_nodes: int = 1
-    message_poll_from_tp: int = 1
 
     def __post_init__(self) -> None:
-        check_count("message_poll_from_nodes", self.message_poll_from_nodes)
-        check_count("message_poll_from_tp", self.message_poll_from_tp)
         _check(self, positive=("messages_per_block",))
 
 

@@ -56,9 +56,7 @@ def message_s(problem: Problem, batch: PlanBatch, across: LinkTimes | None = Non
     """Time of one message between neighbouring stages; `across` replaces the problem's own links."""
     links, described, framework = Links.of(problem), message(problem, batch), problem.framework
     sent = described.send.seconds(across or links)
-    is_polled = batch.num_devices >= framework.network.message_poll_from_nodes * problem.cluster.devices_per_node
-    is_polled |= batch.tp >= framework.network.message_poll_from_tp
-    polls = np.where((batch.pp > 1) & is_polled, framework.network.message_poll_s, 0.0)
+    polls = np.where(batch.pp > 1, framework.network.message_poll_s, 0.0)
     return sent + polls + described.gather.seconds(links)
 
 
