@@ -279,7 +279,7 @@ LAYER_PARAMETERS = 1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096 + 2 * 1024
 def test_gathered_weights_and_gradients_to_reduce_are_copied_in_the_passes(
     pp: int, passes: int, reductions: int
 ) -> None:
-    copying = PLAIN.changed(bytes_copied_per_gathered=4.0, bytes_copied_per_reduced=6.0)
+    copying = PLAIN.changed(sharded_copies="units")
     plan = ParallelPlan(global_batch=32, dp_shard=8, pp=pp, sharding="zero3")
     plain, copied = (terms_of(problem_of(framework=framework), plan) for framework in (PLAIN, copying))
     moved = (4.0 * passes + 6.0 * reductions) * 8 / pp * LAYER_PARAMETERS

@@ -169,9 +169,6 @@ class Kernels:
     # Read and written in host memory per parameter that an optimizer on the host updates: by torch's AdamW, a loop
     # over a tensor for each of its eight operations.
     bytes_moved_per_host_update: float = 80.0
-    # Copied on the device per weight that zero3 gathers, into tensors of their own, and per gradient that is reduced.
-    bytes_copied_per_gathered: float = 0.0
-    bytes_copied_per_reduced: float = 0.0
 
     def __post_init__(self) -> None:
         check_count("widest_blackwell_head", self.widest_blackwell_head, at_most=2**16)
@@ -216,8 +213,9 @@ class Network:
     zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
     # Under zero3 gathers, and reductions, of a block: more than one where every tensor goes by itself.
     messages_per_block: float = 1.0
-    # Under zero3 the slices of all ranks are copied, each by a kernel, behind a gather and before a reduction.
-    copies_sharded_pieces: bool = False
+    # What zero3 copies on the device behind a gather and before a reduction: units, out of the gathered buffer and into
+    # the one to reduce, or units and the slices of all ranks, each by a kernel.
+    sharded_copies: Literal["none", "units", "pieces"] = "none"
     zero3_regathers_in_pipeline: bool = False  # else stages of a pipeline gather and reduce once a step
     # What reducing and gathering sharded states costs over the wire's time alone (flattening, padding, small buckets).
     sharded_wire_factor: float = 1.0

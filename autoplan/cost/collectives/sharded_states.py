@@ -180,7 +180,7 @@ def sharded_states_s(problem: Problem, batch: PlanBatch, links: LinkTimes, param
     gather = unit.gather.seconds(links) + unit.gather_experts.seconds(links)
     reduce = unit.reduce.seconds(links) + unit.reduce_experts.seconds(links)
     network, pieces = problem.framework.network, np.where(unit.gather.group.size > 1, unit.gather.group.size, 0)
-    copies = network.copies_sharded_pieces * KERNEL_START_S * problem.calibration.memory_bound * pieces
+    copies = (network.sharded_copies == "pieces") * KERNEL_START_S * problem.calibration.memory_bound * pieces
     gather, reduce = network.sharded_wire_factor * gather + copies, network.sharded_wire_factor * reduce + copies
     passes = SplitPass(gather * unit.gather.forward, gather * unit.gather.backward, reduce * unit.reduce.backward)
     for added in compressed_states(problem, batch, parameters):
@@ -216,17 +216,22 @@ def _host_copies_s(
 
 
 def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParameters) -> Pass:
-    """Time of passes to copy gathered weights and gradients on the device (fully_shard, _fsdp_collectives.py)."""
-    framework, when = problem.framework, _when(problem, batch)
+    """Time of passes to copy gathered weights and gradients on the device.
+
+    Weights are read and written; gradients are read, and written in the type that is reduced (fully_shard,
+    _fsdp_collectives.py).
+    """
+    copies, when = problem.framework.network.sharded_copies != "none", _when(problem, batch)
+    element = problem.training.element_bytes
     copied, reduced = (
         np.where(when.once, elements / batch.num_microbatches, elements)
         for elements in (parameters.all_elements, parameters.trained_elements)
     )
     per_weight, per_grad = (
-        usual + np.where(is_quantized, MOVED_PER_QUANTIZED, 0.0)
-        for usual, is_quantized in (
-            (framework.kernels.bytes_copied_per_gathered, batch.quantized_gathers),
-            (framework.kernels.bytes_copied_per_reduced, batch.quantized_reductions),
+        copies * copied_bytes + np.where(is_quantized, MOVED_PER_QUANTIZED, 0.0)
+        for copied_bytes, is_quantized in (
+            (2 * element, batch.quantized_gathers),
+            (element + reduced_grad_bytes(problem, batch), batch.quantized_reductions),
         )
     )
     weights = per_weight * copied * when.gathers
