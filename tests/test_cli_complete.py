@@ -25,7 +25,7 @@ def completed(folder: Path, line: str) -> list[str]:
         ("autoplan search llama3-70b --cluster gb", ["gb200-nvl72", "gb300-nvl72"]),
         (
             "autoplan estimate llama3-8b --framework torchtitan-",
-            ["torchtitan-0.1", "torchtitan-eager"],
+            ["torchtitan-0.1", "torchtitan-0.2", "torchtitan-eager"],
         ),
         ("autoplan export plan.json --to megatron-", ["megatron-bridge", "megatron-lm"]),
         ("autoplan topo b2", ["b200"]),

@@ -542,7 +542,7 @@ def test_torchs_own_attention_has_slower_kernels_for_values_narrower_than_keys(
     cluster: str, kernel: Any, time: float
 ) -> None:
     latent = LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
-    own = PLAIN.changed(flash_kernel="sdpa", uneven_heads_kernel=kernel)
+    own = PLAIN.changed(flash_kernel="sdpa" if kernel == "efficient" else kernel)
     model = dataclasses.replace(DENSE, mla=latent, num_kv_heads=None)
     times = [
         terms_of(problem_of(model, framework=framework, cluster=cluster, seq_len=65536), single())["attention"]

@@ -415,7 +415,7 @@ def test_fsdp_in_a_pipeline_is_that_of_torchs_pipelines(tmp_path: Path, framewor
     piped, flat = runs_of(tmp_path, row, row | {"id": "2", "pp": "1", "dp": "8"})
     assert piped.problem
     assert flat.problem
-    assert (piped.problem.framework.name, flat.problem.framework.name) == ("torchtitan", "pytorch-fsdp")
+    assert (piped.problem.framework.name, flat.problem.framework.name) == ("torchtitan-0.2", "pytorch-fsdp")
 
 
 @pytest.mark.parametrize(
@@ -724,7 +724,7 @@ def test_kin_is_said_and_keeps_to_rules_that_hold_everywhere(tmp_path: Path) -> 
     }
     (run,) = runs_of(tmp_path, row)
     assert run.plan is not None, run.refusal
-    assert "framework treated as torchtitan" in run.filled
+    assert "framework treated as torchtitan-0.2" in run.filled
 
 
 @pytest.mark.parametrize(("year", "is_refused"), [("2025", False), ("2026", True)])

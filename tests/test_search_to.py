@@ -14,7 +14,7 @@ from autoplan.api.plan_files import make_plan_file
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.rules import broken
-from autoplan.frameworks.registry import TARGETS, facts_of, rules_for, usual_target
+from autoplan.frameworks.registry import TARGETS, facts_for, facts_of, rules_for, usual_target
 from autoplan.launch.targets import job_of
 from autoplan.search.study import search
 from autoplan.spec.plan import ParallelPlan
@@ -88,8 +88,19 @@ def test_a_version_that_does_not_exist_is_told_those_that_do() -> None:
         autoplan.search("llama3-8b", to="torchtitan@0.9", **about)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="no version '1' of nanotron: leave the version out"):
         autoplan.search("llama3-8b", to="nanotron@1", **about)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"no version '0\.2' of torchtitan: .* searched with --to torchtitan@0\.2"):
-        autoplan.search("llama3-8b", framework="torchtitan@0.2", **about)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"no version '0\.17' of megatron-lm: .* searched with --to megatron-lm@0\.17"):
+        autoplan.search("llama3-8b", framework="megatron-lm@0.17", **about)  # type: ignore[arg-type]
+
+
+def test_a_version_of_a_target_is_planned_with_its_own_facts() -> None:
+    """torchtitan 0.2 runs torch's own attention, later versions FlexAttention, which is slower."""
+    assert [facts_for(to) for to in ("torchtitan", "torchtitan@main", "torchtitan@0.2", "megatron-lm@0.13")] == [
+        "torchtitan", "torchtitan", "torchtitan-0.2", "megatron-core",
+    ]  # fmt: skip
+    about = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096}
+    found = autoplan.search("llama3-8b", to="torchtitan@0.2", **about)  # type: ignore[arg-type]
+    assert found.file.framework.name == "torchtitan-0.2"
+    assert "where version" not in found.export("torchtitan@0.2").files[0].text
 
 
 def test_what_a_target_cannot_be_told_of_a_model_is_one_line_before_anything_is_written(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from autoplan.base.units import check_positive
 from autoplan.base.values import parse_batches, parse_memory, parse_size
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks import presets
-from autoplan.frameworks.registry import book_of, facts_of, find_target, rules_for, target_called, usual_target
+from autoplan.frameworks.registry import book_of, facts_for, find_target, rules_for, target_called, usual_target
 from autoplan.readers.calibration import built_in_calibration, load_calibration
 from autoplan.readers.finetuning import combined, optimizer_named, optimizer_of, preference_of
 from autoplan.readers.lengths import load_images, load_lengths
@@ -386,7 +386,8 @@ def priced_target(to: str | None, options: ProblemOptions) -> str | None:
     to = to or target_called(options.get("framework"))
     if to is None:
         return None
-    options.setdefault("framework", facts_of(find_target(to).name))
+    find_target(to)
+    options.setdefault("framework", facts_for(to))
     return usual_target(to)
 
 

@@ -170,6 +170,12 @@ def facts_of(target: str) -> str:
     return next(entry.facts for entry in FRAMEWORKS if entry.target == target)
 
 
+def facts_for(to: str) -> str:
+    """Return the id of the facts to plan with for NAME or NAME@VERSION of a target: those of its version, if any."""
+    name, _, version = usual_target(to).partition("@")
+    return versions_of(facts_of(name)).get(version, facts_of(name))
+
+
 def target_of(facts: str) -> str:
     """Return the target of the folder that contains the facts; blank for a user's own file or without a target."""
     folder = facts_files()[facts].parents[1].name if facts in facts_files() else ""

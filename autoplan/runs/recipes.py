@@ -42,6 +42,7 @@ class Recipe:
     is_similar: bool = False  # they were made with another framework, which works like this one and was not measured
     had_other_rules: bool = False  # they were made with a version that allowed plans that the current one refuses
     attention: AttentionKernel = AttentionKernel.FLASH
+    latent_attention: AttentionKernel = AttentionKernel.FLASH  # of models with latent attention
     precision: Precision | None = None  # precision of its scripts, whatever a table says
     sharding: Sharding = Sharding.ZERO1
     interleaves_layers: bool = False  # dense models interleave chunks of one layer
@@ -127,7 +128,7 @@ def recipe_called(name: str, year: str, device: str = "") -> Recipe | None:
 def nearest_recipe(sharding: str, year: str) -> Recipe:
     """Return the recipe of runs with an unknown framework, by their sharding or else by their year."""
     if sharding.startswith(Sharding.ZERO3):
-        return Recipe(names=(), framework="pytorch-fsdp", in_pipelines="torchtitan", is_similar=True)
+        return Recipe(names=(), framework="pytorch-fsdp", in_pipelines="torchtitan-0.2", is_similar=True)
     is_old = year.isdecimal() and int(year) < FIRST_FLASH_YEAR
     return Recipe(
         names=(), framework="megatron-lm-2021" if is_old else "eager", is_similar=True, keeps_gpt_dropout=not is_old

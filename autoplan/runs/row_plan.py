@@ -154,7 +154,7 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[s
     chosen: dict[str, int | Value] = {
         "dropout": bool(problem.framework.choice("dropout")) or keeps_dropout,
         "narrow_params": row.option("fp8_params", bool(narrow_params)),
-        "attention": (attention := _attention(row, recipe)),
+        "attention": (attention := _attention(row, problem, recipe)),
         "fp8_attention": attention == AttentionKernel.FLASH and row.option("fp8_attention", narrows),
     }
     # Megatron-FSDP of recipes (Megatron-Bridge 067f987, perf_recipes/llama/gb200/llama3.py).
@@ -249,13 +249,14 @@ def _usual_vp(problem: Problem, recipe: Recipe, pp: int, num_microbatches: int) 
     return model.num_layers // pp if can and recipe.interleaves_layers else 1
 
 
-def _attention(row: Row, recipe: Recipe) -> AttentionKernel:
-    return AttentionKernel(row.word("attention", tuple(AttentionKernel), recipe.attention))
+def _attention(row: Row, problem: Problem, recipe: Recipe) -> AttentionKernel:
+    kernel = AttentionKernel(row.word("attention", tuple(AttentionKernel), recipe.attention))
+    return recipe.latent_attention if kernel is AttentionKernel.FLASH and problem.model.mla else kernel
 
 
-def _usual_recompute(problem: Problem, attention: AttentionKernel) -> Recompute:
-    """Default recomputation: none, or the core of an attention that would store its scores for want of a kernel."""
-    is_forced = attention == AttentionKernel.FLASH and problem.stores_scores(attention)
+def _usual_recompute(problem: Problem, recipe: Recipe) -> Recompute:
+    """Default recomputation: none, or the core of an attention that stores its scores for want of a kernel."""
+    is_forced = problem.model.mla is not None and recipe.latent_attention.stores_scores
     return Recompute.SELECTIVE if is_forced else Recompute.NONE
 
 
@@ -264,7 +265,7 @@ def _recompute(row: Row, problem: Problem, recipe: Recipe) -> tuple[str, int | N
     text = row.text("recompute") if row.has("recompute") else ""
     if text.startswith(f"{Recompute.FULL}:"):
         return Recompute.FULL, int(str(parse_recompute(text)["recompute_num_layers"]))
-    return row.word("recompute", tuple(Recompute), _usual_recompute(problem, _attention(row, recipe))), None
+    return row.word("recompute", tuple(Recompute), _usual_recompute(problem, recipe)), None
 
 
 def _recompute_modules(row: Row, problem: Problem, recipe: Recipe) -> tuple[RecomputeModule, ...]:
@@ -273,7 +274,7 @@ def _recompute_modules(row: Row, problem: Problem, recipe: Recipe) -> tuple[Reco
     if modules is not None:
         names = [name for name in modules.split("+") if name != "none"]
         return tuple(enum_value("recompute_modules", RecomputeModule, name) for name in names)
-    is_latent = problem.model.mla is not None and not problem.stores_scores(_attention(row, recipe))
+    is_latent = problem.model.mla is not None and not problem.stores_scores(_attention(row, problem, recipe))
     return (is_latent and recipe.latent_recompute) or DEFAULT_RECOMPUTE_MODULES
 
 

@@ -133,10 +133,7 @@ class Kernels:
     # containers turn it on for all that runs in them (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and no launch file says it.
     tf32_products: bool = False
     # What it runs where a plan says flash; flash stands for the best that the device has, sdpa for torch's own.
-    flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn", "sdpa"] = "flash"
-    # What torch's attention is where values are narrower than keys, which its best kernels do not take.
-    uneven_heads_kernel: Literal["efficient", "flex"] = "efficient"
-    widest_blackwell_head: int = 256  # of queries and keys, that it has a kernel for there; wider ones are unfused
+    flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn", "sdpa", "flex"] = "flash"
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
     torch_grouped_products: bool = False  # experts' products are torch's grouped ones, not of cuBLAS for each expert
@@ -171,7 +168,6 @@ class Kernels:
     bytes_moved_per_host_update: float = 80.0
 
     def __post_init__(self) -> None:
-        check_count("widest_blackwell_head", self.widest_blackwell_head, at_most=2**16)
         _check(
             self,
             positive=("ring_attention_factor", "kernel_bytes_factor", "permute_bytes_factor", "rowwise_gemm_share"),

@@ -22,9 +22,7 @@ from autoplan.spec.workload import Workload
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec
 from autoplan.topology.levels import Topology, compile_topology
 
-# FlashAttention-2 takes heads as wide, if values are as wide as keys, where a framework has no other kernel
-# (Transformer Engine 2.2, dot_product_attention/utils.py, get_attention_backend).
-FLASH2_WIDEST_HEAD = 256
+WIDEST_BLACKWELL_HEAD = 256  # of queries and keys, that a fused kernel takes there
 
 MICROSCALING = ("blackwell", "cdna4")  # generations whose matrix units take a scale for every block of 32 elements
 
@@ -206,10 +204,8 @@ class Problem:
 
     def stores_scores(self, kernel: AttentionKernel) -> bool:
         """Return whether attention stores its scores with this kernel, or where there is no other for its heads."""
-        width = self.model.qk_head_dim if self.device.generation == "blackwell" else 0
-        is_even = self.model.qk_head_dim == self.model.v_head_dim
-        widest = max(self.framework.kernels.widest_blackwell_head, FLASH2_WIDEST_HEAD if is_even else 0)
-        return kernel.stores_scores or width > widest
+        is_too_wide = self.device.generation == "blackwell" and self.model.qk_head_dim > WIDEST_BLACKWELL_HEAD
+        return kernel.stores_scores or is_too_wide
 
     @property
     def num_devices(self) -> int:

@@ -118,6 +118,8 @@ def _core_s(problem: Problem, batch: PlanBatch, block: Block, chosen: AttentionK
     eight_bits: Floats = np.where(_narrows_attention(problem, batch), NARROW_ATTENTION_TIME, 1.0)
     curve = device.attention
     kernel = _flash_kernel(problem) if chosen is AttentionKernel.FLASH else str(chosen)
+    if kernel == "flex" and device.vendor == "amd":  # of Triton, too
+        kernel = "aotriton"
     backward_share = AOTRITON_BACKWARD_SHARE if kernel == "aotriton" else FLASH_BACKWARD_SHARE
     efficiency = curve.efficiency * FLASH_SHARE.get(kernel, 1.0)
     if kernel != "flash" and device.generation == "hopper":
@@ -169,7 +171,7 @@ def _flash_kernel(problem: Problem) -> str:
     if kernel != "sdpa":
         return kernel
     if problem.device.vendor == "nvidia" and problem.model.qk_head_dim != problem.model.v_head_dim:
-        return problem.framework.kernels.uneven_heads_kernel
+        return "efficient"
     if problem.device.vendor != "amd":
         return "cudnn" if problem.device.generation == "blackwell" else "flash2"
     return "aotriton" if problem.model.kv_heads < problem.model.num_heads else "flash"

@@ -15,7 +15,7 @@ from typing import Any
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError, refuse
 from autoplan.base.files import decode, read_table, shipped
-from autoplan.frameworks.common.header import header
+from autoplan.frameworks.common.header import comment, header
 from autoplan.frameworks.common.job import EnvironmentVariable, File, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import written
 from autoplan.frameworks.common.rules import Rule, all_true, check_legal, check_limits
@@ -114,8 +114,8 @@ LIMITS = (
     *_LIMITS_OF_ALL,
     Rule(
         source="distributed/full_dtensor.py:46",
-        holds=lambda s, b: (b.attention == AttentionKernel.FLASH.code) | ((b.cp == 1) & (not s.model.attention_sinks)),
-        text=lambda s, p: f"attention {p.attention} with cp {p.cp}, or with attention sinks: plan with flash",
+        holds=lambda s, b: (b.attention == AttentionKernel.FLASH.code) | (b.cp == 1),
+        text=lambda s, p: f"attention {p.attention} with cp {p.cp}: plan with flash",
     ),
     Rule(
         holds=lambda s, b: (b.main_weights == MainWeights.BF16.code) | (not s.training.has_adapters),
@@ -171,6 +171,15 @@ def _check(plan_file: PlanFile, version: str) -> None:
     refuse(refusals, "torchtitan cannot express ")
 
 
+def _header(plan_file: PlanFile, version: str) -> list[str]:
+    """Return the comment above a file, noting a kernel that the version does not run as priced."""
+    priced, runs = str(plan_file.framework.kernels.flash_kernel), "sdpa" if version == "0.2" else "flex"
+    lines = header(plan_file, f"torchtitan {version}")
+    if plan_file.best.plan.attention == AttentionKernel.FLASH and {priced, runs} == {"sdpa", "flex"}:
+        lines.append(comment(f"Priced with {priced} attention, where version {version} runs {runs}"))
+    return lines
+
+
 # -- version 0.3 and main: a module of a config registry --------------------------------------------------------------
 
 
@@ -189,7 +198,7 @@ def module_text(plan_file: PlanFile, version: str) -> str:
     ]
     return "\n".join(
         [
-            *header(plan_file, f"torchtitan {version}"),
+            *_header(plan_file, version),
             "# The model, as far as it costs time and memory.",
             "",
             "from dataclasses import replace",
@@ -312,12 +321,6 @@ def _model_lines(family: str, plan_file: PlanFile, version: str) -> list[str]:
     ]
 
 
-def _backend(family: str, plan: ParallelPlan) -> str:
-    """Return the kernel of attention: with context parallelism there is one (distributed/full_dtensor.py:46)."""
-    is_varlen = plan.attention == AttentionKernel.FLASH2 or family == "gpt_oss"
-    return "varlen" if is_varlen and plan.cp == 1 else "flex"
-
-
 def _norm(family: str, dim: int) -> str:
     return _call("RMSNorm.Config", {"normalized_shape": dim, "param_init": Code(f"{family}._NORM_INIT")}, 8)
 
@@ -333,7 +336,7 @@ def _layers(family: str, plan_file: PlanFile, version: str) -> tuple[str, dict[s
         "n_layers": model.num_layers,
         "dim": model.hidden_size,
         "rope": Code(f"{rope}.Config(dim={width}, {length}={seq_len}, theta={theta!r})"),
-        "attn_backend": _backend(family, plan_file.best.plan),
+        "attn_backend": "varlen" if plan_file.best.plan.attention == AttentionKernel.FLASH2 else "flex",
     }
     if model.moe:
         values["moe_comm_backend"] = "standard"
@@ -368,7 +371,7 @@ def _toml(plan_file: PlanFile) -> str:
         tables[f"quantize.linear.{kind}"] = recipe | outside
         if model.moe:
             tables[f"quantize.grouped_mm.{kind}"] = {"fqns": ["experts"]}
-    lines = header(plan_file, "torchtitan 0.2")
+    lines = _header(plan_file, "0.2")
     for name, table in tables.items():
         lines += ["", f"[{name}]", *(f"{key} = {_toml_value(value)}" for key, value in table.items())]
     text = "\n".join(lines) + "\n"

@@ -261,8 +261,7 @@ def _read_model(content: Content, spec: Any, function: str) -> None:
         if content.model is not None:
             content.model = replace(content.model, num_mtp_layers=num_mtp_layers_of(spec))
     layers = changed.named.get("layers") if isinstance(changed, Built) else None
-    is_varlen = (layers.named if isinstance(layers, Built) else spec.named).get("attn_backend") == "varlen"
-    if is_varlen and not (content.model and content.model.attention_sinks):  # which have no other kernel
+    if (layers.named if isinstance(layers, Built) else spec.named).get("attn_backend") == "varlen":
         content.attention = AttentionKernel.FLASH2
     for converter in converters:
         name = converter.name.split(".")[-2] if isinstance(converter, Built) and "." in converter.name else ""
@@ -409,7 +408,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
     seq_len = context.seq_len or read_sequence(training)
     return Launch(
         target="torchtitan",
-        framework="torchtitan",
+        framework="torchtitan-0.2" if content.old else "torchtitan",
         model=model,
         training=TrainingSpec(
             seq_len=seq_len,
