@@ -25,18 +25,19 @@ from autoplan.cost.block_cost import BlockCost
 from autoplan.cost.blocks import ahead_s, block_costs
 from autoplan.cost.collectives.end_of_step import end_of_step_s, least_shown_s, optimizer_s
 from autoplan.cost.collectives.pipeline_messages import message_s
-from autoplan.cost.kernels.times import head_s
+from autoplan.cost.dynamic_cp import over_degrees
+from autoplan.cost.kernels.times import distinct_head_s
 from autoplan.cost.memory.parameters import StageParameters, updated_parameters
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside
 from autoplan.cost.step import straggler_share
-from autoplan.cost.uneven_lengths import varying_s, waiting_s
+from autoplan.cost.uneven_lengths import least_waiting_s, varying_s
 from autoplan.search.kind_memory import MEMORY_AXES, KindMemory, kind_memory, layer_parameters, per_layer
 from autoplan.search.layer_spread import Spread, spread_of
 from autoplan.search.space import Inside, Space
-from autoplan.spec.axes import AXIS, KERNEL_AXES
+from autoplan.spec.axes import AXIS
 from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Offload, Recompute, Sharding
 from autoplan.spec.finetuning import EMBEDDING
@@ -148,12 +149,11 @@ def _kind_times(problem: Problem, batch: PlanBatch) -> KindTimes:
     """Price the passes of the kinds of `batch`, without the end of a step, independently of layouts."""
     problem, model = problem.placed(batch.placement), problem.model
     # With more chunks, more of a step's expert traffic overlaps with another micro-batch.
-    costs = block_costs(problem, replace(batch, vp=np.full_like(batch.vp, model.num_layers + 2)))
+    costs = over_degrees(problem, replace(batch, vp=np.full_like(batch.vp, model.num_layers + 2)), block_costs)
     forward = {block: cost.total_forward_s for block, cost in costs.items()}
     passes_s = {block: forward[block] + cost.total_backward_s for block, cost in costs.items()}
     repeat = {block: cost.total_repeat_s for block, cost in costs.items()}
-    first_of, of_kernels = batch.distinct(*KERNEL_AXES)
-    head = head_s(problem, batch.take(first_of)).take(of_kernels).passes.total_s
+    head = over_degrees(problem, batch, distinct_head_s).passes.total_s
     none = np.zeros(len(batch))
     count = {block: none + number for block, number in Counter(chain.from_iterable(model.layers)).items()}
     varying = varying_s(problem, costs, count, dict.fromkeys(count, none), head)
@@ -171,7 +171,7 @@ def _kind_times(problem: Problem, batch: PlanBatch) -> KindTimes:
         head_s=head,
         message_s=np.where(batch.pp > 1, message_s(problem, batch), 0.0),
         rest_s=np.full(len(batch), problem.framework.host.step_overhead_s),
-        waiting_s=waiting_s(problem, batch, varying, at_least=True),
+        waiting_s=least_waiting_s(problem, batch, varying),
         factor=problem.calibration.overall * (1.0 + straggler_share(batch.num_devices)),
     )
 

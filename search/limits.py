@@ -22,6 +22,7 @@ from autoplan.spec.problem import Problem
 # ring, while tp and pp divide the same memory at a lower cost.  Meta trained Llama 3 405B at 8,192 tokens without it
 # and at 131,072 with cp = 16, 8,192 tokens per rank (arXiv:2407.21783, table 4).
 MIN_TOKENS_PER_CP_RANK = 4096
+MIN_TOKENS_PER_DYNAMIC_CP_RANK = 1024  # if short samples are on fewer ranks
 MAX_MICRO_BATCH = 16
 MAX_BATCHES = 24
 # Shares of the optimizer on the host: searched in all plans, and tried on the best one (`excluded_options`).
@@ -119,13 +120,15 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     even = (level for level in problem.topology.levels if level.seats is None or level.seats.is_even)
     domains = sorted({level.num_devices for level in even if level.num_devices > 1})
     orders = problem.framework.rank_orders
+    chooses_degrees = training.separates_samples and "dynamic_cp" in book.extras
+    tokens_per_cp_rank = MIN_TOKENS_PER_DYNAMIC_CP_RANK if chooses_degrees else MIN_TOKENS_PER_CP_RANK
     limits = Limits(
         global_batches=tuple(sorted(set(global_batches))),
         precision=training.precision,
         attention=problem.framework.attention,
         upper_bounds=(
             ("tp", min(cluster.levels[-1].num_devices, cluster.num_devices)),
-            ("cp", max(training.seq_len // MIN_TOKENS_PER_CP_RANK, 1)),
+            ("cp", max(training.seq_len // tokens_per_cp_rank, 1)),
             ("micro_batch", MAX_MICRO_BATCH),
         ),
         shard_domains=tuple(domains[:-1]) if book.shards_over_part else (),  # the last domain is the whole cluster
@@ -144,6 +147,8 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
     offered = {axis.name: _unasked(axis, problem.framework, book) for axis in SEARCHED}
     if problem.framework.overlap.tp_overlap_share == 0:
         offered["tp_overlap"] = [False]
+    if not chooses_degrees:
+        offered["dynamic_cp"] = [False]
     means_nothing = (axis for axis in SEARCHED if not axis.can_matter(training.precision, **parts_of(problem.model)))
     offered |= {axis.name: [axis.searched[0]] for axis in means_nothing}
     if offered["narrow_params"] == [True]:  # nothing is gathered without sharding

@@ -199,7 +199,7 @@ def test_changes_are_named_by_the_table_where_they_mean_something() -> None:
     assert set(named) == {axis.changed_as for axis in FIELDS} - {""}
     assert set(LABELS) <= set(named)
     assert set(named) - set(axes_of(load_model("llama3-8b"), ParallelPlan(global_batch=1))) == {
-        *("sp", "tp_overlap", "cp_kind", "schedule", "layers", "rank_order"),  # of one device
+        *("sp", "tp_overlap", "cp_kind", "dynamic_cp", "schedule", "layers", "rank_order"),  # of one device
         *("sharding", "grad_reduce_overlap", "param_gather_overlap", "reduce_dtype"),
         *("quantized_gathers", "quantized_reductions"),
         *("ep", "etp", "ep_overlap", "dispatcher", "token_dropping", "router_fusion", "rope_fusion"),  # without experts

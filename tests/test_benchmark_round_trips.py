@@ -97,6 +97,11 @@ BATCH = 64
 DENSE, EXPERTS, LATENTS = "llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"
 STAGES: Way = {"pp": 2}
 EXPERT_RANKS: Way = {"ep": 2}
+PROBLEM = {
+    "precision": "bf16",
+    "finetune": "",
+    "lengths": "",
+}  # what a way may say of the training, and what it is else
 NOT_OVERLAPPED: Way = {"grad_reduce_overlap": False, "param_gather_overlap": False}
 # Of options whose values need others: for every value, what plans set that have it; the first legal one makes the trip.
 # An order of the nodes is in no launch file: the launcher is given them in it.
@@ -124,6 +129,7 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
     },
     "layers_per_chunk": {"even": (STAGES,), "uneven": (STAGES | {"layers_per_chunk": [15, 17]},)},
     "cp_kind": {word: ({"cp": 2, "cp_kind": word},) for word in ContextParallelKind},
+    "dynamic_cp": {"off": ({"cp": 2},), "on": ({"cp": 2, "dynamic_cp": True, "lengths": "1k:3,4k:1"},)},
     "fp8_scaling": {  # of past steps, MaxText adds up no gradients
         word: ({"precision": "fp8", "fp8_scaling": word}, {"precision": "fp8", "fp8_scaling": word, "micro_batch": 8})
         for word in Fp8Scaling
@@ -190,8 +196,8 @@ def models_with(axis: Axis) -> tuple[str, ...]:
 
 
 @cache
-def problem_of(model: str, framework: str, precision: str, finetune: str) -> Problem:
-    training = {"seq_len": 4096, "precision": precision, "finetune": finetune or None}
+def problem_of(model: str, framework: str, precision: str, finetune: str, lengths: str) -> Problem:
+    training = {"seq_len": 4096, "precision": precision, "finetune": finetune or None, "lengths": lengths or None}
     return make_problem(model, cluster="b200:2x4", framework=framework, **training)  # type: ignore[arg-type]
 
 
@@ -215,7 +221,7 @@ def plan_with(problem: Problem, way: Way) -> ParallelPlan:
         plain["sharding"] = "zero3"
     if "cp_kind" not in way:
         plain["cp_kind"] = book.words("cp_kind")[0]
-    apart = ("precision", "finetune", *NOT_OVERLAPPED)
+    apart = (*PROBLEM, *NOT_OVERLAPPED)
     flagged = {name: value for name, value in way.items() if name not in apart}
     plan = make_plan(problem, BATCH, plain | flagged)
     return replace(plan, **{name: way[name] for name in NOT_OVERLAPPED if name in way})
@@ -233,6 +239,7 @@ class Start(NamedTuple):
     framework: str
     precision: str
     finetune: str
+    lengths: str
     plan: ParallelPlan
 
 
@@ -241,16 +248,16 @@ def legal_plans(axis: str, value: str, rules: str) -> Iterator[Start]:
     for framework in frameworks_of(rules):
         has_any = False
         for way, model in product(ways_to(AXIS[axis])[value], models_with(AXIS[axis])):
-            precision, finetune = str(way.get("precision", "bf16")), str(way.get("finetune", ""))
+            training = [str(way.get(name, default)) for name, default in PROBLEM.items()]
             try:
-                problem = problem_of(model, framework, precision, finetune)
+                problem = problem_of(model, framework, *training)
                 plan = plan_with(problem, way)
                 is_legal = not broken(book_of(problem.framework).rules, problem.workload, plan)
             except AutoplanError:
                 continue
             if is_legal and has(plan, AXIS[axis], value):
                 has_any = True
-                yield Start(model, framework, precision, finetune, plan)
+                yield Start(model, framework, *training, plan)
         if has_any:
             return
 
@@ -262,7 +269,7 @@ def trips_from(trips: Any) -> Callable[[Start, str], tuple[Any, ...]]:
 
     @cache
     def subject(start: Start) -> Any:
-        problem = problem_of(*(names := start[:4]))
+        problem = problem_of(*(names := start[:5]))
         if names not in files:
             files[names] = trips.priced(problem, start.plan).file
         [best] = ranked(problem, estimate(problem, PlanBatch.of([start.plan], problem.model.num_layers)), [0])
@@ -318,6 +325,6 @@ def test_what_few_frameworks_offer_is_legal_in_some_plan_of_theirs(axis: Axis, v
 def test_one_graph_of_experts_comes_back(trips: Any) -> None:
     way = {"ep": 8, "dispatcher": "hybridep", "cuda_graphs": "full_iteration"}
     for to, framework in (("megatron-lm", "megatron-core"), ("megatron-bridge", "nemo")):
-        problem = problem_of(EXPERTS, framework, "mxfp8", "")
+        problem = problem_of(EXPERTS, framework, "mxfp8", "", "")
         trip = trips.trip(trips.priced(problem, plan_with(problem, way)), to)
         assert trip.outcome == "same", trip

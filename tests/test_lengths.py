@@ -311,7 +311,7 @@ def test_the_best_static_degree_is_found_and_its_idle_share_said() -> None:
         seq_len=2**16,
         lengths="1k:56,64k:1",
         batching="unpadded",
-        fix=["tp=1", "pp=1", "micro_batch=1"],
+        fix=["tp=1", "pp=1", "micro_batch=1", "dynamic_cp=off"],
     )
     best, lines = found.file.best, [text for _, text in answer_lines(found.file)]
     assert found.file.certificate is not None
@@ -323,7 +323,7 @@ def test_the_best_static_degree_is_found_and_its_idle_share_said() -> None:
 def test_degrees_of_context_parallelism_need_not_be_powers_of_two() -> None:
     """S38: of the degrees up to 12 that divide 48 devices, 12 leaves least of them idle, and less than 8 does."""
     options: dict[str, Any] = {"cluster": "h100-sxm:6x8", "seq_len": 2730 * 24, "lengths": "1k:56,64k:1"}
-    options |= {"global_batch": 48, "batching": "unpadded", "fix": ["tp=1", "pp=1", "micro_batch=1"]}
+    options |= {"global_batch": 48, "batching": "unpadded", "fix": ["tp=1", "pp=1", "micro_batch=1", "dynamic_cp=off"]}
     best, of_eight = (
         autoplan.search("llama3-8b", at_most=[f"cp={most}"], prefer="fastest", **options).file.best for most in (12, 8)
     )

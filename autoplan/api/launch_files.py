@@ -143,7 +143,8 @@ class LaunchStart:
     def compared(self, problem: Problem, file: PlanFile, result: SearchResult) -> CurrentPlan:
         """Compare the plan of the launch file with the best one, in `file`."""
         plan, launch = self.plan, self.launch
-        priced = None if _broken(problem, plan, universal.RULES) else with_input(problem, prices(problem, [plan])[0])
+        unpriced = _broken(problem, plan, (*universal.RULES, universal.KNOWN_SAMPLES))
+        priced = None if unpriced else with_input(problem, prices(problem, [plan])[0])
         rivals = [with_input(problem, rival) for rival in result.rivals]
         difference = Difference(
             problem=problem, rules=book_of(problem.framework).rules, before=plan, after=file.best.plan

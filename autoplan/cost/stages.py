@@ -12,8 +12,9 @@ from autoplan.cost.blocks import ahead_s, block_costs
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
 from autoplan.cost.collectives.tensor_parallel import shared_scales_s, tensor_parallel_ends_s
+from autoplan.cost.dynamic_cp import over_degrees
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
-from autoplan.cost.kernels.times import HeadTimes, head_s
+from autoplan.cost.kernels.times import HeadTimes, distinct_head_s
 from autoplan.cost.memory.parameters import (
     EndParameters,
     StageParameters,
@@ -25,7 +26,6 @@ from autoplan.cost.memory.stage_memory import StageMemory, stage_memory
 from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Ends, Pass, SplitPass
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_beside, stage_blocks
-from autoplan.spec.axes import KERNEL_AXES
 from autoplan.spec.blocks import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -52,8 +52,11 @@ class MicroBatchCosts(Rows):
     def of(cls, problem: Problem, batch: PlanBatch) -> MicroBatchCosts:
         """Compute the costs of every plan."""
         links = Links.of(problem)
-        first, of_kernels = batch.distinct(*KERNEL_AXES)
-        head = head_s(problem, batch.take(first)).take(of_kernels)
+        return over_degrees(problem, batch, lambda part, plans: cls._priced(part, plans, links))
+
+    @classmethod
+    def _priced(cls, problem: Problem, batch: PlanBatch, links: Links) -> MicroBatchCosts:
+        head = distinct_head_s(problem, batch)
         return cls(
             links=links,
             blocks=block_costs(problem, batch, links),

@@ -271,7 +271,8 @@ def _uneven_samples_s(pipelines: LaidOutPipelines) -> Floats:
         varying = varying_s(layout.problem, layout.laid.costs.blocks, count, repeated, head_s)
         for total, part in zip((tokens_s, squares_s), varying, strict=True):
             np.add.at(total, layout.pipeline, layout.overall * part)
-    return waiting_s(pipelines.layouts[0].problem, pipelines.batch, Varying(tokens_s, squares_s))
+    passes_s = (pipelines.forward_s + pipelines.backward_s).sum(axis=1)
+    return waiting_s(pipelines.layouts[0].problem, pipelines.batch, Varying(tokens_s, squares_s), passes_s)
 
 
 def _encoding(pipelines: LaidOutPipelines) -> Encoding:

@@ -17,6 +17,8 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, add_up, distinct_rows
 from autoplan.cost.block_cost import BlockCost
+from autoplan.cost.dynamic_cp import chooses_degrees, least_degree, num_samples
+from autoplan.cost.dynamic_schedule import drawn_rounds, idle_share
 from autoplan.cost.kernels.sequences import Kinds, cut_samples, longest_of, packs_of
 from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Schedule, Sharding
@@ -24,6 +26,7 @@ from autoplan.spec.lengths import Batching, Lengths
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS, OF_TOKENS
+from autoplan.spec.training import TrainingSpec
 
 CELLS = 1024  # cells of the grid
 GRID_SHARE = 0.999  # factor on a lower bound of a wait, to allow for the error of the grid
@@ -193,8 +196,48 @@ def varying_s(
     return Varying(add_up((*of_blocks, head_s)) - squares_s, squares_s)
 
 
-def waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, *, at_least: bool = False) -> Floats:
-    """Time per step that ranks wait for longer samples: shape (plans).
+def waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, passes_s: Floats) -> Floats:
+    """Time per step that ranks wait for longer samples: shape (plans).  `passes_s`: mean micro-batches of all stages.
+
+    Ranks of plans that choose degrees of context parallelism wait for the ends of rounds.
+    """
+    waits_s, chooses = _static_waiting_s(problem, batch, varying), chooses_degrees(problem.training, batch)
+    if chooses.any():
+        rows = np.flatnonzero(chooses)
+        waits_s[rows] = _round_waits_s(
+            problem.training,
+            batch.take(rows),
+            Varying(varying.tokens_s[rows], varying.squares_s[rows]),
+            passes_s[rows],
+        )
+    return waits_s
+
+
+def least_waiting_s(problem: Problem, batch: PlanBatch, varying: Varying) -> Floats:
+    """Lower bound on `waiting_s` for any schedule and sharding."""
+    chooses = chooses_degrees(problem.training, batch)
+    return np.where(chooses, 0.0, _static_waiting_s(problem, batch, varying, at_least=True))
+
+
+def _round_waits_s(training: TrainingSpec, batch: PlanBatch, varying: Varying, passes_s: Floats) -> Floats:
+    """Time per step that ranks with samples of different degrees wait for one another."""
+    assert training.lengths is not None
+    samples, ranks = num_samples(training, batch), batch.cp * batch.dp
+    first, size_of = distinct_rows(samples, ranks, batch.cp)
+    constant_s = np.maximum(passes_s - varying.tokens_s - varying.squares_s, 0.0)
+    parts_s = batch.num_microbatches * np.stack([constant_s, varying.tokens_s, varying.squares_s])
+    waits_s = np.zeros(len(batch))
+    for at, example in enumerate(first.tolist()):
+        rows = np.flatnonzero(size_of == at)
+        cp, of_step = int(batch.cp[example]), (int(samples[example]), int(ranks[example]))
+        least = least_degree(training.lengths, training.seq_len, cp, *of_step)
+        rounds = drawn_rounds(training.lengths, training.seq_len, *of_step, cp, least)
+        waits_s[rows] = idle_share(rounds, parts_s[:, rows]) * parts_s[:, rows].sum(axis=0)
+    return waits_s
+
+
+def _static_waiting_s(problem: Problem, batch: PlanBatch, varying: Varying, *, at_least: bool = False) -> Floats:
+    """Time per step that ranks wait if every micro-batch has the same degrees.
 
     The varying time is divided evenly over pipeline stages.  The slowest rank by tokens is assumed to be the slowest by
     squares, which nearly holds.  With `at_least` the result is a lower bound for any schedule and sharding.

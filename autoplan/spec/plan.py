@@ -68,6 +68,7 @@ class ParallelPlan:
     sp: bool = False
     cp: int = 1
     cp_kind: ContextParallelKind = ContextParallelKind.RING
+    dynamic_cp: bool = False
     pp: int = 1
     vp: int = 1
     schedule: Schedule = Schedule.ONE_F_ONE_B
@@ -259,6 +260,7 @@ class PlanBatch(Rows):
     ep_overlap: Bools
     shared_expert_overlap: Bools
     cp_kind: Ints
+    dynamic_cp: Bools
     dispatcher: Ints
     schedule: Ints
     sharding: Ints

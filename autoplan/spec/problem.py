@@ -13,7 +13,7 @@ from autoplan.spec.blocks import Block
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import AttentionKernel, Precision
 from autoplan.spec.framework import Framework
-from autoplan.spec.lengths import UNEVEN
+from autoplan.spec.lengths import UNEVEN, Lengths
 from autoplan.spec.model import Encoder, ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.timing import NO_TIMINGS, TimingTable
@@ -158,6 +158,10 @@ class Problem:
         if self.training.batching in UNEVEN:
             seq_len = min(seq_len, lengths.longest)
         return self._with(training=replace(self.training, seq_len=seq_len, lengths=None))
+
+    def of_samples(self, lengths: Lengths) -> Problem:
+        """The problem of samples of these lengths alone, each a sequence of its own."""
+        return self._with(training=replace(self.training, lengths=lengths, batching="unpadded"))
 
     @property
     def of_encoder(self) -> Problem | None:

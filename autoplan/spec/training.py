@@ -68,6 +68,11 @@ class TrainingSpec:
         return self.document_len is not None or (self.lengths is not None and self.batching == "packed")
 
     @property
+    def separates_samples(self) -> bool:
+        """Return whether lengths are known of samples that follow one another without padding, each attended alone."""
+        return self.lengths is not None and self.batching in ("packed", "unpadded") and self.preference is None
+
+    @property
     def has_adapters(self) -> bool:
         """Return whether adapters are trained, beside frozen weights."""
         return self.finetuning is not None and self.finetuning.has_adapters

@@ -25,6 +25,7 @@ from autoplan.cost.collectives.tensor_parallel import (
     has_tensor_parallel,
     head_collectives,
 )
+from autoplan.cost.dynamic_cp import parts_of
 from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.memory.parameters import end_parameters, stage_parameters, unit_parameters
@@ -47,6 +48,10 @@ class Passes:
     forward: Floats | float
     backward: Floats | float
     repeated: Floats | float = 0.0  # recomputed forward passes
+
+    def scaled(self, factor: float) -> Passes:
+        """Return so many times the passes."""
+        return Passes(forward=factor * self.forward, backward=factor * self.backward, repeated=factor * self.repeated)
 
     def count(self, collective: Collective) -> Floats:
         """Return the number of runs of the collective in these passes."""
@@ -153,10 +158,14 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
     blocks = stage_blocks(problem.model, batch, plan.pp)
     parameters = stage_parameters(problem, batch, blocks)
     finetuning = problem.training.finetuning
+    parts = list(parts_of(problem, batch))
     for block, shape in layer_shapes(problem.model, finetuning).items():
         passes = _block_passes(problem, batch, blocks, block)
         if np.any(passes.forward):
-            yield from _counted(_of_block(problem, batch, block, shape), passes, stages)
+            for part in parts:
+                yield from _counted(
+                    _of_block(part.problem, part.plans, block, shape), passes.scaled(part.weight), stages
+                )
     if (encoding := problem.of_encoder) is not None:
         backward = float(problem.trains_encoder)
         for block, shape in layer_shapes(encoding.model, encoding.training.finetuning).items():
@@ -167,9 +176,10 @@ def transfers(problem: Problem, plan: ParallelPlan) -> Iterator[Transfers]:
     is_first, is_last = 1.0 * (stages == 0), 1.0 * blocks.is_last[0]
     tables = Passes(forward=microbatches * is_first, backward=microbatches * is_first)
     heads = microbatches * (1 + problem.model.num_mtp_layers) * is_last
-    hidden, loss = head_collectives(problem, batch)
-    yield from _counted(embedding_collectives(problem, batch), tables, stages)
-    yield from _counted((*hidden, loss), Passes(forward=heads, backward=heads), stages)
+    for part in parts:
+        hidden, loss = head_collectives(part.problem, part.plans)
+        yield from _counted(embedding_collectives(part.problem, part.plans), tables.scaled(part.weight), stages)
+        yield from _counted((*hidden, loss), Passes(forward=heads, backward=heads).scaled(part.weight), stages)
     # Embedding and head are separate units, even on one stage.
     for end, where in zip(end_parameters(problem, blocks, parameters), (is_first, is_last), strict=True):
         unit = (*sharded_states(problem, batch, end), *compressed_states(problem, batch, end))

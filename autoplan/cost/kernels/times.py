@@ -20,6 +20,7 @@ from autoplan.cost.kernels.memory_bound import RECURRENT_BLOCKS, memory_bound_s,
 from autoplan.cost.kernels.products import gemm_rate, products_s
 from autoplan.cost.kernels.sizes import expert_imbalance, head_columns, norm_tokens, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
+from autoplan.spec.axes import KERNEL_AXES
 from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.enums import ChunkedLoss, CrossEntropyFusion
 from autoplan.spec.finetuning import HEAD
@@ -109,6 +110,12 @@ class HeadTimes(Rows):
 
     passes: Pass
     weight_s: Floats  # the weight gradients' part
+
+
+def distinct_head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:
+    """Return `head_s`, priced once for plans with the same kernels."""
+    first, of_kernels = batch.distinct(*KERNEL_AXES)
+    return head_s(problem, batch.take(first)).take(of_kernels)
 
 
 def head_s(problem: Problem, batch: PlanBatch) -> HeadTimes:

@@ -119,6 +119,11 @@ def _whole_matrices(workload: Workload, batch: PlanBatch) -> Bools:
     return batch.sharding != Sharding.ZERO3.code
 
 
+# Of frameworks that have it, and of today's plan in a launch file.
+KNOWN_SAMPLES = Rule(
+    holds=lambda s, b: ~b.dynamic_cp | s.training.separates_samples,
+    text=lambda s, p: "dynamic_cp needs the lengths of samples, packed or unpadded: pass --lengths, or leave it out",
+)
 RULES: tuple[Rule, ...] = (
     Rule(
         holds=_skipping,
@@ -273,7 +278,7 @@ FOLDED = Rule(
         "change ep or leave rank_order out"
     ),
 )
-RULES_ALONE: tuple[Rule, ...] = (*RULES, FOLDED, NO_FP32)
+RULES_ALONE: tuple[Rule, ...] = (*RULES, KNOWN_SAMPLES, FOLDED, NO_FP32)
 BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)
 
 

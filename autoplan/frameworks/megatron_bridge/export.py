@@ -13,6 +13,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.job import File, Job, LaunchVariable, Target
 from autoplan.frameworks.common.rules import Rule, check_limits
+from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.megatron_bridge.tuning import peft_lines, refused
 from autoplan.frameworks.megatron_lm.export import checked_parts, environment
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS, PLAN
@@ -68,6 +69,8 @@ _LACKED_BY_OLD = (
         ),
     ),
 )
+# It has the field, but its training loop does not spread the samples over ranks (training/train.py).
+LIMITS = (TAKES_KERNEL, only("dynamic_cp", False, why="export for megatron-lm, or plan without it"))
 _OVERLAPS = ("overlap_grad_reduce", "overlap_param_gather", "overlap_moe_expert_parallel_comm")
 _IMPORTS = (
     "import sys",
@@ -162,7 +165,7 @@ def fields(plan_file: PlanFile) -> dict[str, Any]:
             f"Megatron-Bridge's position table is as long as the sequences: {model.name!r} has {model.max_positions} "
             f"positions, seq_len is {plan_file.training.seq_len}"
         )
-    arguments = arguments_of(checked_parts(plan_file, "Megatron-Bridge", RULES, limits=(TAKES_KERNEL,)), plan_file)
+    arguments = arguments_of(checked_parts(plan_file, "Megatron-Bridge", RULES, limits=LIMITS), plan_file)
     arguments |= {"num_virtual_stages_per_pipeline_rank": plan.vp} if plan.vp > 1 else {}
     table: dict[str, Any] = {"dataset.seq_length": arguments["seq_length"], "model.seq_length": arguments["seq_length"]}
     table |= {"model.should_pad_vocab": True, "tokenizer.tokenizer_type": "NullTokenizer"}
@@ -278,7 +281,7 @@ TARGET = Target(
     rules=("megatron-lm", "unknown"),
     job=job,
     versions=("main", _OLD),
-    limits=(*RULES, TAKES_KERNEL),
-    other_limits={_OLD: (*RULES, TAKES_KERNEL, *_LACKED_BY_OLD)},
+    limits=(*RULES, *LIMITS),
+    other_limits={_OLD: (*RULES, *LIMITS, *_LACKED_BY_OLD)},
     refused_tuning=refused,
 )

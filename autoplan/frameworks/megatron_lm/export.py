@@ -6,6 +6,8 @@ below megatron/ there.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoplan.base.errors import InputError, refuse
 from autoplan.frameworks.common.job import EnvironmentVariable, Job, LaunchVariable, OptionGroup, Target
 from autoplan.frameworks.common.option_table import Constant
@@ -47,6 +49,11 @@ DATA = Part(
     "Mock data; DATA_ARGS='--data-path ... --tokenizer-type ...' in the environment replaces it.",
     training_options.DATA,
 )
+PACKED_DATA = replace(
+    DATA,
+    note="Mock data has no samples to spread over ranks: DATA_ARGS='--sft --data-path ... --tokenizer-type ...' names "
+    "packed ones.",
+)
 # GPU generations without block-scaled matrix products.
 _BLOCK_SCALED = ("volta", "turing", "ampere", "ada", "hopper", "cdna2", "cdna3")
 _TOO_OLD = {"fp8": ("volta", "turing", "ampere", "cdna2"), "mxfp8": _BLOCK_SCALED, "nvfp4": _BLOCK_SCALED}
@@ -70,7 +77,7 @@ def job(plan_file: PlanFile, version: str = "main") -> Job:
         ),
         program='"$MEGATRON_LM_DIR/pretrain_gpt.py"',
         groups=groups,
-        replaceable=_group(DATA, plan_file),
+        replaceable=_group(PACKED_DATA if plan_file.best.plan.dynamic_cp else DATA, plan_file),
         trailing=('--train-iters "$TRAIN_ITERS"',),
     )
     return flagscale.on_flagscale(made, plan_file) if version == flagscale.VERSION else made
@@ -156,7 +163,9 @@ def environment(plan_file: PlanFile) -> tuple[EnvironmentVariable, ...]:
 
 
 def _limits(version: str) -> tuple[Rule, ...]:
-    return LIMITS if version in RELEASES else (*LIMITS, NO_TE_LOSS)
+    if version in RELEASES:
+        return LIMITS
+    return (*LIMITS, NO_TE_LOSS, *(flagscale.LIMITS if version == flagscale.VERSION else ()))
 
 
 TARGET = Target(
@@ -167,6 +176,6 @@ TARGET = Target(
     versions=("main", *RELEASES, flagscale.VERSION),
     limits=(*RULES, *_limits("main")),
     other_limits={release: (*RULES, *LIMITS, *lacked(release)) for release in RELEASES}
-    | {flagscale.VERSION: (*RULES, *_limits(flagscale.VERSION), *flagscale.LIMITS)},
+    | {flagscale.VERSION: (*RULES, *_limits(flagscale.VERSION))},
     unequal_tp=(flagscale.VERSION,),
 )

@@ -20,6 +20,7 @@ VERSION = "flagscale"
 _ARGUMENTS = "flagscale/train/arguments.py"
 LIMITS: tuple[Rule, ...] = (
     only("vp", 1, why="FlagScale has no virtual stages over process meshes", source=f"{_ARGUMENTS}:152"),
+    only("dynamic_cp", False, why="leave it out", source=_ARGUMENTS),
     only("rank_order", RankOrder.DP_BEFORE_PP, why="a process mesh holds whole stages", source=_ARGUMENTS),
 )
 # Ranks are compared by the place of their device type in the list, then by number (flagscale/train/hetero/

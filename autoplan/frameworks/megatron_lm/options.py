@@ -78,6 +78,35 @@ def _read_cp_kind(reading: Reading) -> Fields:
     return {}
 
 
+def _write_dynamic_cp(file: PlanFile) -> dict[str, Value]:
+    """Write the switch, the tokens of a rank, which determine the ranks of a sample, and the loss that it demands."""
+    if not file.best.plan.dynamic_cp:
+        return {}
+    tokens = -(-file.training.seq_len // file.best.plan.cp)
+    return {
+        "hybrid_context_parallel": True,
+        "max_seqlen_per_dp_cp_rank": tokens,
+        "calculate_per_token_loss": True,
+    }
+
+
+def _read_dynamic_cp(reading: Reading) -> Fields:
+    """Read the switch by its names in releases, since core 0.16, and in the branch dev."""
+    arguments, cp = reading.arguments, reading.fields["cp"]
+    names = ("hybrid_context_parallel", "dynamic_context_parallel")
+    name = next((name for name in names if arguments.flag(name)), None)
+    tokens = arguments.optional_count("max_seqlen_per_dp_cp_rank")
+    if name is None:
+        return {}
+    if cp == 1:
+        arguments.remark(name, "priced without, as cp is 1")
+        return {}
+    if (most := -(-reading.seq_len // cp)) != tokens:
+        key = "max_seqlen_per_dp_cp_rank" if tokens else name
+        arguments.remark(key, f"priced as {most:,} tokens, the longest sample over cp {cp}")
+    return {"dynamic_cp": True}
+
+
 def _write_recompute(file: PlanFile) -> dict[str, Value]:
     """Write recomputation by parts of a layer, as uniform units of one layer, or as the first layers of every chunk."""
     plan = file.best.plan
@@ -301,6 +330,11 @@ PLAN: tuple[Line, ...] = (
     (TP, switch("sequence_parallel", "sp")),
     (CP, Special("cp_comm_type", _write_cp_kind, _read_cp_kind)),
     (
+        Special("hybrid_context_parallel", _write_dynamic_cp, _read_dynamic_cp, is_switch=True,
+                companions=(*valued("max_seqlen_per_dp_cp_rank"),
+                        *switches("dynamic_context_parallel", "calculate_per_token_loss"))),
+    ),
+    (
         PP,
         switch("use_tp_pp_dp_mapping", "rank_order", RankOrder.DP_BEFORE_PP, on=RankOrder.PP_BEFORE_DP,
                off=RankOrder.DP_BEFORE_PP, when=lambda file: file.best.plan.pp > 1, names=DIST),
@@ -388,7 +422,7 @@ UNWRITTEN: Line = (
     Constant("use_mcore_models", is_switch=True),
     *(Assumed(key) for key in (  # small effect, or already priced
         "moe_use_legacy_grouped_gemm",
-        "masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion", "calculate_per_token_loss",
+        "masked_softmax_fusion", "bias_gelu_fusion", "bias_dropout_fusion",
         "apply_layernorm_1p", "tp_comm_overlap_cfg", "cuda_graph_warmup_steps",
         "openai_gelu",
     )),

@@ -23,6 +23,7 @@ from autoplan.spec.enums import (
     NARROW_PRECISIONS,
     AttentionKernel,
     ContextParallelKind,
+    CudaGraphs,
     Dispatcher,
     GradType,
     MainWeights,
@@ -118,6 +119,15 @@ def _cp_window(workload: Workload, batch: PlanBatch) -> Bools:
     return (batch.cp == 1) | (batch.cp_kind == ALL_TO_ALL)
 
 
+def _dynamic_cp(workload: Workload, batch: PlanBatch) -> Bools:
+    """Return which plans run the scheduler of samples; ranks make as many passes as they have samples."""
+    model = workload.model
+    has_attention = model.mla is None and model.mamba is None and model.linear_attention is None
+    is_power = (batch.cp & (batch.cp - 1)) == 0
+    alone = (batch.pp == 1) & (batch.ep == 1) & (batch.micro_batch == 1) & (batch.cuda_graphs == CudaGraphs.NONE.code)
+    return ~batch.dynamic_cp | (has_attention & (batch.cp > 1) & is_power & alone)
+
+
 def _ep_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     repeats = (batch.recompute == FULL) | batch.repeats(RecomputeModule.MOE)
     layers = (workload.model.num_mtp_layers <= 1) & (workload.model.mamba is None)
@@ -193,6 +203,7 @@ def _remainders(workload: Workload, batch: PlanBatch) -> Bools:
 COMMON: tuple[Rule, ...] = (
     *universal.RULES,
     *universal.options_of_others(*offered("megatron-lm")),
+    universal.KNOWN_SAMPLES,
     universal.NO_FP32,
     Rule(
         source=f"{_STATE}:1448",
@@ -257,6 +268,20 @@ COMMON: tuple[Rule, ...] = (
         source=f"{_ATTENTION} attn_forward_func_with_cp",
         holds=_cp_window,
         text=lambda s, p: f"cp {p.cp} with ring supports neither windows nor attention sinks: use all_to_all",
+    ),
+    Rule(
+        source="core/pipeline_parallel/hybrid_cp_schedule.py:477",
+        holds=_dynamic_cp,
+        text=lambda s, p: (
+            f"dynamic_cp needs softmax attention, cp a power of two above 1, pp 1, ep 1, micro_batch 1 and no CUDA "
+            f"graphs, got cp {p.cp} pp {p.pp} ep {p.ep}, micro_batch {p.micro_batch} and cuda_graphs {p.cuda_graphs}: "
+            "leave it out"
+        ),
+    ),
+    Rule(
+        source=f"{_ARGUMENTS}:1447",
+        holds=lambda s, b: ~b.dynamic_cp | (b.sharding < ZERO2),
+        text=lambda s, p: f"dynamic_cp with {p.sharding} (Megatron-FSDP): use zero1",
     ),
     shared.sp_needs_tp("core/model_parallel_config.py:502"),
     Rule(

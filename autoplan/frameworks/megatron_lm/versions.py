@@ -34,7 +34,11 @@ _SINCE = {
         "0.15",
     ),
     **dict.fromkeys(
-        ("--moe-flex-dispatcher-backend", "--moe-shared-expert-gate", "--moe-router-padding-for-quantization"), "0.16"
+        (
+            *("--moe-flex-dispatcher-backend", "--moe-shared-expert-gate", "--moe-router-padding-for-quantization"),
+            "--hybrid-context-parallel",
+        ),
+        "0.16",
     ),
     "--cuda-graph-impl": "0.18",  # older ones have it with other scopes
 }
@@ -55,7 +59,7 @@ _BEFORE: dict[str, tuple[Rule, ...]] = {
             text=lambda s, p: "recompute of shared_experts is known of other versions only: leave it out",
         ),
     ),
-    "0.16": options_lacked(("dispatcher",)),
+    "0.16": options_lacked(("dispatcher", "dynamic_cp")),
     "0.18": options_lacked(("cuda_graphs",)),
 }
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
+from autoplan.frameworks.common.shared_rules import only
 from autoplan.frameworks.megatron_lm.rules import (
     COMMON,
     FP8_SCALINGS,
@@ -58,6 +59,7 @@ SUPPORTED = (
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
+    only("dynamic_cp", False, why="its own training loop is not known to spread samples over ranks, leave it out"),
     *(words.rule() for words in SUPPORTED),
     Rule(
         source="Megatron-LM d3528a2: core/transformer/transformer_config.py, without moe_paged_stash",
