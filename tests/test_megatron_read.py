@@ -692,6 +692,22 @@ def test_a_command_that_is_echoed_is_not_the_one_that_starts() -> None:
     assert (model.vocab_size, model.position_embedding, model.gated_mlp) == (250880, "alibi", True)
 
 
+def test_options_of_forks_that_need_no_pricing_are_no_open_question() -> None:
+    """Of TurkuNLP/Megatron-DeepSpeed, as its scripts on LUMI have them."""
+    splits = "--train-weighted-split-paths-path train.txt --valid-weighted-split-paths-path valid.txt"
+    text = ECHOED.replace("--zero-stage 1", f"--zero-stage 1 --embed-layernorm {splits} --valid-num-workers 0")
+    launch = megatron_lm.READER.read(text, LaunchContext())
+    assert [item.why for item in launch.unread if item.option == "--embed-layernorm"] == ["not priced"]
+    assert not matters(launch) & {"--train-weighted-split-paths-path", "--valid-weighted-split-paths-path"}
+    assert "--valid-num-workers" not in matters(launch)
+
+
+def test_one_head_of_keys_and_values_of_bigcode_is_read() -> None:
+    """--attention-head-type of bigcode-project/Megatron-LM."""
+    text = ECHOED.replace("--bf16", "--bf16 --attention-head-type multiquery")
+    assert megatron_lm.READER.read(text, LaunchContext()).model.kv_heads == 1
+
+
 def test_states_of_bf16_in_a_pipeline_of_deepspeed_are_sharded_in_stage_0_too() -> None:
     """As train/tr11-176B-ml/tr11-176B-ml.slurm of bigscience says beside its ZERO_STAGE."""
     for changes, sharding in (("", "zero1"), ("--no-pipeline-parallel", "none"), ("--fp16", "none")):

@@ -114,6 +114,8 @@ def _read_groups(reading: Reading) -> Fields:
     arguments, base = reading.arguments, reading.model
     if reading.fields["mla"]:
         return {"num_kv_heads": None}
+    if arguments.text("attention_head_type") == "multiquery":  # of bigcode-project/Megatron-LM 182df0c
+        return {"num_kv_heads": 1}
     groups = arguments.optional_count("num_query_groups", base.num_kv_heads if base else None)
     # The number counts only if the switch is on; only the command line has a separate option for the switch.
     grouped = arguments.flag("group_query_attention", groups is not None and bool(base or arguments.defaults))

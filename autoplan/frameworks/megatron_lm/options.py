@@ -434,7 +434,7 @@ HARMLESS = re.compile(
     r"(min_|decoupled_|decoupled_min_|head_)?lr(_|$)|adam_|sgd_|weight_decay|start_weight|end_weight|clip_grad|override_opt|use_checkpoint_(lr|opt)"
     r"|save|load|no_save|no_load|ckpt|dist_ckpt|auto_detect_ckpt|async_save|use_persistent_ckpt|finetune|pretrained"
     r"|exit_on_missing|log_|logging|tensorboard|wandb|mlflow|one_logger|enable_one_logger|timing_log|seed$|data_|mock_data"
-    r"|train_(iters|samples|data)|valid_data|test_data|per_split|num_dataset|dataloader|num_workers|split$|mmap_bin|eod_mask"
+    r"|train_(iters|samples|data)|valid_(data|num_workers)|(train|valid|test)_weighted_split|test_data|per_split|num_dataset|dataloader|num_workers|split$|mmap_bin|eod_mask"
     r"|reset_(position|attention)|create_attention_mask|tokenizer|vocab_file|merge_file|tiktoken|trust_remote"
     r"|init_method|perform_initialization|eval_|exit_|distributed_(timeout|backend)|loss_scale|initial_loss|min_loss|hysteresis"
     r"|rerun|error_injection|check_for|norm_epsilon|layernorm_epsilon|use_mcore_models|deprecated_use_mcore|transformer_impl"

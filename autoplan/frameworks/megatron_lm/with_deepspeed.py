@@ -17,6 +17,10 @@ _FLASH = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "us
 _COSTLESS = (
     *("deepspeed_activation_checkpointing", "expert_interval", "checkpoint_num_layers", "force_ds_sequence_parallel"),
 )
+_UNPRICED = (
+    *("cpu_optimizer", "ds_sequence_parallel_fpdt", "partition_activations", "mlp_type", "use_tutel"),
+    *("embed_layernorm", "sync_tp_duplicated_parameters"),  # of bigscience-workshop/Megatron-DeepSpeed
+)
 
 
 def is_with_deepspeed(arguments: Options) -> bool:
@@ -70,7 +74,7 @@ def translate(arguments: Options, *, has_model: bool) -> None:
     arguments.value("deepspeed")
     if arguments.has("deepspeed_config"):
         arguments.remark("deepspeed_config", "read from the options alone, not from this file")
-    for key in ("cpu_optimizer", "ds_sequence_parallel_fpdt", "partition_activations", "mlp_type", "use_tutel"):
+    for key in _UNPRICED:
         if arguments.has(key):
             arguments.remark(key, "not priced")
     arguments.pass_over(*_COSTLESS)
