@@ -60,7 +60,11 @@ def replan(
 ) -> None:
     """Find the best plan on the rest of a cluster, with the same batch, and the cost of switching to it."""
     check_outputs(out, force=force)
-    rate = checkpoint_rate and parse_amount(checkpoint_rate, "--checkpoint-gbytes-per-s", "checkpoint_bytes_per_s", 1e9)
+    storage_bytes_per_s = (
+        None
+        if checkpoint_rate is None
+        else parse_amount(checkpoint_rate, "--checkpoint-gbytes-per-s", "checkpoint_bytes_per_s", 1e9)
+    )
     run = run_options(context)
     run.pop("nodes", None)
     with progress_bar(quiet=quiet, doing="searching", unit="sizes") as advance:
@@ -70,7 +74,7 @@ def replan(
             without=[name.strip() for names in without or () for name in names.split(",") if name.strip()],
             devices=num_devices,
             measured=measured,
-            storage_bytes_per_s=rate,
+            storage_bytes_per_s=storage_bytes_per_s,
             run=run,
             db=url_with_password(context, url),
             progress=advance,
