@@ -28,6 +28,7 @@ CHECKED_CELLS = 64  # cells checked for a reason, spread over the space
 BLOCK_PLANS = 4096  # priced at once when trying a cluster size
 NEAREST_BATCHES = 4
 SHOWN_WAYS = 3
+MOST_HALVINGS = 4  # of a sequence, to make it fit
 
 
 def check_result(problem: Problem, space: Space, result: SearchResult) -> None:
@@ -143,6 +144,8 @@ def _remedy(problem: Problem, space: Space) -> str:
         ways.append(f"it fits on this size {' or '.join(changes)}")
     elif is_narrowed and fits_somewhere(problem, free, space):
         ways.append("it fits on this size without some of --fix, --max and --forbid")
+    elif length := _fitting_length(problem, space):
+        ways.append(f"it fits on this size with --seq-len {length}")
     if ways:
         return "; ".join(ways)
     if is_narrowed and (least := smallest_nodes(problem, free, space)) is not None:
@@ -160,8 +163,23 @@ def _free(problem: Problem, limits: Limits) -> Limits:
 
 def _size(problem: Problem, nodes: int) -> str:
     cluster = problem.cluster
-    size = f"{counted(nodes, 'node')} of {cluster.devices_per_node}"
-    return f"the smallest {cluster.name} found where it fits has {size}, this one has {cluster.num_nodes}"
+    size = f"{counted(nodes, 'node')} of {counted(cluster.devices_per_node, 'device')}"
+    return f"it fits on {size}, {cluster.name} has {cluster.num_nodes}"
+
+
+def _fitting_length(problem: Problem, space: Space) -> int | None:
+    """Return the longest of the halves of the sequence length with which a plan fits; None if none of them does."""
+    training = problem.training
+    for halving in range(1, MOST_HALVINGS + 1):
+        length = training.seq_len // 2**halving
+        try:
+            shorter = replace(problem, training=replace(training, seq_len=length))
+        except InputError:  # of samples or images that are longer
+            return None
+        space = replace(space, workload=replace(space.workload, training=shorter.training))
+        if fits_somewhere(shorter, space.limits, space):
+            return length
+    return None
 
 
 def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:

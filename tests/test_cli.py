@@ -566,7 +566,7 @@ def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
         (("llama.json", *PLACE, "--reserve-memory", "4"), "unit"),
         (("llama.json", *PLACE, "--reserve-memory", "900GiB"), "reserved memory"),
         (("llama3.1-405b", *PLACE), r"no plan fits: .* GiB of 79\.1 GiB; the smallest h100-sxm found .* nodes of 8"),
-        (("llama.json", *PLACE, "--reserve-memory", "\u0664GiB"), "memory size"),
+        (("llama.json", *PLACE, "--reserve-memory", "\u0664GiB"), "with its unit"),
         (("llama.json", *PLACE, "--tokens", "1T", "--deadline", "\u0663d"), "write a number above 0"),
         (("llama.json", *PLACE, "--tokens", "\u0663T"), "--tokens '\u0663T'"),
         (("llama.json", *PLACE, "--price", "\u0663"), "--price '\u0663'"),

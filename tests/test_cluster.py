@@ -329,6 +329,9 @@ def test_a_common_name_is_of_one_shipped_cluster() -> None:
     ("word", "size"),
     [
         ("8xH100", "h100-sxm:1x8"),
+        ("4x5090", "rtx-5090:1x4"),
+        ("2x8x4090", "rtx-4090:2x8"),
+        ("4090x2", "rtx-4090:1x2"),
         ("2x8xa100", "a100-sxm:2x8"),
         ("16x H100", "h100-sxm:2x8"),
         ("h100:8", "h100-sxm:1x8"),

@@ -7,6 +7,8 @@ import re
 import shlex
 from pathlib import Path
 
+import pytest
+
 from commands import run
 
 DATASHEET = """name = "box"
@@ -130,6 +132,8 @@ def test_clusters_under_a_budget(tmp_path: Path) -> None:
     assert "run" in heads
     cheapest = next(line for line in printed.splitlines() if line.startswith("cheapest"))
     assert "h100-sxm:2x8" in cheapest or "a100-sxm:4x8" in cheapest
+    per_million, of_the_run = re.findall(r"([\d.,]+) (?:per M tokens|for the run)", cheapest)
+    assert float(of_the_run.replace(",", "")) == pytest.approx(1e5 * float(per_million), rel=1e-3)
     assert max(map(len, printed.splitlines())) <= 80
 
 

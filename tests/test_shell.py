@@ -182,13 +182,13 @@ def test_what_cannot_be_decided_is_listed_and_neither_branch_is_read() -> None:
     assert script.open == ["if [ -f data ]", "for x (the first round is read)"]
 
 
-def test_what_is_compared_without_being_set_is_listed_and_maps_stay_as_they_are_written() -> None:
+def test_what_is_compared_without_being_set_is_listed_and_maps_are_expanded() -> None:
     script = read_script(
         'if [ "$1" = big ]; then start a; else start b; fi\ncase $2 in x) start x ;; *) start y ;; esac'
     )
     assert [command.words for command in script.commands] == [("start", "b"), ("start", "y")]
     assert [line.partition(" (")[0] for line in script.open] == ['"$1" = big', "case $2"]
-    assert started("declare -A M=([k]=v)\nstart ${M[k]}") == [["${M[k]}"]]
+    assert started("declare -A M=([k]=v)\nstart ${M[k]}") == [["v"]]
 
 
 def test_here_documents_belong_to_their_command() -> None:

@@ -13,12 +13,14 @@ from autoplan.base.errors import AutoplanError, NoPlanError
 from autoplan.cost.estimate import estimate
 from autoplan.search.advice import check_result, fits_somewhere, smallest_nodes, why_empty
 from autoplan.search.ranking import Leaders, ordering, ranked, seconds_per_sequence
+from autoplan.search.space import Space
 from autoplan.search.storage import opened
 from autoplan.search.study import MARGIN, Shared, search
 from autoplan.spec.blocks import Experts
 from autoplan.spec.estimate import VERDICTS
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.problem import Problem
 from search_cases import DENSE, LARGE, PLAIN, make
 
 MOE = ModelSpec(
@@ -98,7 +100,7 @@ def test_ways_out_are_true() -> None:
     with pytest.raises(NoPlanError) as caught:
         check_result(problem, space, result)
     says = str(caught.value)
-    least = re.search(r"within these limits the smallest h100-sxm found where it fits has (\d+) nodes of 1", says)
+    least = re.search(r"within these limits it fits on (\d+) nodes of 1 device, h100-sxm has 1", says)
     assert least, says
     nodes = int(least[1])
     larger, wider = make(
@@ -108,6 +110,18 @@ def test_ways_out_are_true() -> None:
     offloading = replace(space, limits=space.limits.where(offload=("none", "optimizer")))
     fits = any(ranked.verdict == "fits" for ranked in search(problem, offloading).ranked)
     assert ("without --forbid offload" in says) == fits
+
+
+def test_a_shorter_sequence_that_fits_is_named() -> None:
+    def cut(seq_len: int) -> tuple[Problem, Space]:
+        return make(replace(DENSE, num_layers=16), "h100-sxm:1x1", batches=(16,), seq_len=seq_len)
+
+    with pytest.raises(NoPlanError) as caught:
+        check_result(*cut(2**18), search(*cut(2**18)))
+    told = re.search(r"it fits on this size with --seq-len (\d+)", str(caught.value))
+    assert told, caught.value
+    assert search(*cut(int(told[1]))).ranked
+    assert not search(*cut(2 * int(told[1]))).ranked
 
 
 def test_a_single_device_may_keep_its_optimizer_on_the_host() -> None:

@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from rich.console import Console
 from autoplan.base.files import decode
 from autoplan.base.units import format_seconds
 from autoplan.readers.cluster import load_cluster
-from autoplan.report.answer import mfu_convention, next_best_line, print_search
+from autoplan.report.answer import _beside, mfu_convention, next_best_line, print_search
 from autoplan.report.estimate import print_estimate, print_memory
 from autoplan.report.terminal import make_console, print_next_steps
 from autoplan.spec.plan_file import PlanFile
@@ -141,3 +142,16 @@ def test_stdout_holds_the_answer_and_stderr_nothing_but_remarks(tmp_path: Path) 
     quiet = run(tmp_path, "search", *asked, "--force", "--quiet")
     assert quiet.stderr == ""
     assert quiet.stdout == done.stdout
+
+
+def test_a_next_best_plan_of_the_same_degrees_is_shown_by_what_differs() -> None:
+    def beside(best: str, other: str) -> str:
+        plans = (SimpleNamespace(describe=lambda: other), SimpleNamespace(describe=lambda: best))
+        return _beside(*plans)  # type: ignore[arg-type]
+
+    best = "tp 2 dp 8, micro-batch 1, EP overlap, ZeRO-1, DeepEP, recompute moe_act, native cross entropy"
+    assert beside(best, best.replace("moe_act", "mlp")) == "recompute mlp instead"
+    assert beside(best, f"{best}, bf16 gradients") == "the same with bf16 gradients"
+    assert beside(best, best.replace(", recompute moe_act", "")) == "the same without recompute moe_act"
+    changed = best.replace("recompute moe_act", "recompute mlp") + ", bf16 gradients"
+    assert beside(best, changed) == "recompute mlp, bf16 gradients instead of recompute moe_act"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoplan.api.training_run import parse_sizes
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import read_table
 from autoplan.base.units import GIB
 from autoplan.base.values import (
@@ -23,6 +23,7 @@ from autoplan.readers.cluster import cluster_from_table, load_cluster, preset_cl
 from autoplan.readers.device import load_device, preset_devices
 from autoplan.readers.lengths import load_images, load_lengths
 from autoplan.readers.model import load_model
+from autoplan.runs.row import Row
 from autoplan.spec.axes import AXIS
 from commands import run
 
@@ -153,6 +154,13 @@ def test_short_numbers_are_read_wherever_a_count_is_typed() -> None:
     assert AXIS["micro_batch"].parse("1k", "--fix") == 1024
     assert load_lengths("8k:1k").histogram == ((8192, 1024),)
     assert load_images("1:1k").histogram == ((1, 1024),)
+
+
+def test_a_table_of_runs_may_have_short_numbers() -> None:
+    row = Row({"seq_len": "8k", "global_batch": "1k", "tp": "2"})
+    assert [row.integer(column) for column in ("seq_len", "global_batch", "tp")] == [8192, 1024, 2]
+    with pytest.raises(UnpricedError, match="seq_len is not a number: 'eight k'"):
+        Row({"seq_len": "eight k"}).integer("seq_len")
 
 
 def test_amounts_of_tokens_and_money_are_decimal() -> None:

@@ -194,7 +194,9 @@ def calibrate(runs: str | Path) -> CalibrateResult:
         names.append(run.id)
         kinds.add(f"{run.problem.framework.name} on {run.problem.cluster.device.name}")
     if len(measured) < MIN_RUNS:
-        raise InputError(f"{path}: {len(measured)} finished runs that can be priced, a calibration needs {MIN_RUNS}")
+        why = f"; {'; '.join(left_out[:3])}" if left_out else ""
+        counted_runs = f"{len(measured)} finished runs that can be priced, a calibration needs {MIN_RUNS}"
+        raise InputError(f"{path}: {counted_runs}{why}")
     if len(kinds) > 1:
         raise InputError(f"{path}: runs of {' and of '.join(sorted(kinds))}: give each its own table")
     fitted = fitted_to(measured, name=f"{path.stem}: {min(kinds)}")

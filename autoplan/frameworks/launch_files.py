@@ -12,10 +12,10 @@ from autoplan.base.files import is_file, read_text
 from autoplan.frameworks import plan_file, registry
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.started import MAX_DEPTH, SCRIPTS, started_script
 from autoplan.topology.cluster import ClusterSpec
 
 MAX_BYTES = 2**20  # a launch file is written by hand
-_SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 _LAUNCHER = re.compile(r"(^|/)(torchrun|deepspeed|accelerate|accelerate-launch|mpirun|srun)$|torch\.distributed\.\w+$")
 _CONFIG = re.compile(r"^(--?[\w.-]+=)?[^-=][^=]*\.(ya?ml|toml|json)$")
 _PAGES = (".md", ".rst", ".txt", ".ipynb")  # may quote launch files but are none
@@ -23,10 +23,24 @@ _PAGES = (".md", ".rst", ".txt", ".ipynb")  # may quote launch files but are non
 READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambda reader: reader.target))
 
 
-def read_launch(path: Path, context: LaunchContext, target: str | None = None) -> Launch:
-    """Read the launch of the file as one of `target`, or of the only target that recognises the file."""
+def read_launch(path: Path, context: LaunchContext, target: str | None = None, *, depth: int = 0) -> Launch:
+    """Read the launch of the file as one of `target`, or of the only target that recognises the file.
+
+    Of a script that starts or submits another one in its folder, that one is read, with the variables that it gets.
+    """
     text = read_text(path, most_bytes=MAX_BYTES)
     context = replace(context, folder=path.parent)
+    try:
+        return _read(path, text, context, target)
+    except InputError:
+        started = started_script(path, text, context) if path.suffix in SCRIPTS and depth < MAX_DEPTH else None
+        if started is None:
+            raise
+        launch = read_launch(started.path, replace(context, variables=started.variables), target, depth=depth + 1)
+        return replace(launch, unread=(*started.unread, *launch.unread))
+
+
+def _read(path: Path, text: str, context: LaunchContext, target: str | None) -> Launch:
     reader = reader_of(target) if target is not None else _recognised(path, text, context)
     try:
         return reader.read(text, context)
@@ -99,7 +113,7 @@ def _named_in(path: Path, text: str) -> Path | None:
 
 def _program_in(path: Path, text: str) -> tuple[str, str | None] | None:
     """Return (the program that a script starts on its devices, the configuration that it is given)."""
-    if path.suffix not in _SCRIPTS:
+    if path.suffix not in SCRIPTS:
         return None
     try:
         commands = read_script(text).commands
@@ -119,7 +133,7 @@ def _program_in(path: Path, text: str) -> tuple[str, str | None] | None:
 def _recognised(path: Path, text: str, context: LaunchContext) -> Reader:
     try:
         readers = [reader for reader in READERS if reader.recognises(path.name, text)]
-        if not readers and path.suffix in _SCRIPTS:
+        if not readers and path.suffix in SCRIPTS:
             readers = [reader for reader in READERS if reader.starts(text, context)]
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None

@@ -21,8 +21,8 @@ _COMPLETED = ("levels", "network")  # keys of a file that may come from a simila
 _SIZED = re.compile(r"(?P<name>[A-Za-z0-9._ -]+)(?::(?P<nodes>-?\d{1,9})x(?P<devices>-?\d{1,9}))?")
 # Common notations of sizes: 8xH100, 2x8xH100; H100x8, h100:8.
 _COUNTED = (
-    re.compile(r"(?:(?P<nodes>\d{1,9})x)?(?P<devices>\d{1,9}) ?x ?(?P<name>[A-Za-z][A-Za-z0-9._ -]*)"),
-    re.compile(r"(?P<name>[A-Za-z][A-Za-z0-9._ -]*?)(?P<nodes>(?!))? ?[:x] ?(?P<devices>\d{1,9})"),
+    re.compile(r"(?:(?P<nodes>\d{1,9})x)?(?P<devices>\d{1,9}) ?x ?(?P<name>[A-Za-z0-9][A-Za-z0-9._ -]*)"),
+    re.compile(r"(?P<name>[A-Za-z0-9][A-Za-z0-9._ -]*?)(?P<nodes>(?!))? ?[:x] ?(?P<devices>\d{1,9})"),
 )
 
 

@@ -295,9 +295,14 @@ def _beside(plan: ParallelPlan, best: ParallelPlan) -> str:
         return plan.describe()
     if degrees != words_of_best[:2]:
         return ", ".join(degrees)
-    if len(words) != len(words_of_best):
+    missing = [option for option in words_of_best[2:] if option not in options]
+    if not differing and not missing:
         return plan.describe()
-    return f"{', '.join(differing)} instead"
+    if not differing or not missing:
+        return f"the same with {', '.join(differing)}" if differing else f"the same without {', '.join(missing)}"
+    if len(words) == len(words_of_best):
+        return f"{', '.join(differing)} instead"
+    return f"{', '.join(differing)} instead of {', '.join(missing)}"
 
 
 def closeness(width: float, *, is_close: bool) -> str:

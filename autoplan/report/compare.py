@@ -29,6 +29,13 @@ class Compared:
     outcome: SizeOutcome
 
 
+def _of_the_run(figures: RunFigures) -> str:
+    """Return the cost of all tokens, where their number is known."""
+    if figures.run_s is None or figures.cost_per_token is None:
+        return ""
+    return f", {figures.cost_per_token * figures.tokens_per_s * figures.run_s:,.0f} for the run"
+
+
 BEST: tuple[tuple[str, Callable[[RunFigures], float | None], Callable[[RunFigures], str]], ...] = (
     ("fastest", lambda figures: 1 / figures.tokens_per_s, lambda figures: f"{figures.tokens_per_s:,.0f} tokens/s"),
     (
@@ -39,7 +46,7 @@ BEST: tuple[tuple[str, Callable[[RunFigures], float | None], Callable[[RunFigure
     (
         "cheapest",
         lambda figures: figures.cost_per_token,
-        lambda figures: f"{1e6 * (figures.cost_per_token or 0):,.4g} per M tokens",
+        lambda figures: f"{1e6 * (figures.cost_per_token or 0):,.4g} per M tokens{_of_the_run(figures)}",
     ),
     (
         "least energy",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
-from autoplan.base.errors import UnpricedError
+from autoplan.base.errors import InputError, UnpricedError
+from autoplan.base.values import parse_count
 from autoplan.runs.table import BLANKS
 
 MAX_DEGREE = 10**6
+SHORT = tuple("kKmM")  # 8k is 8,192
 
 
 class Row:
@@ -47,8 +49,8 @@ class Row:
         """Return a cell that is a whole number in these bounds."""
         text = self.text(column, None if default is None else str(default))
         try:
-            number = float(text)
-        except ValueError:
+            number = float(parse_count(text, column) if text[-1:] in SHORT else text)
+        except (ValueError, InputError):
             raise UnpricedError(f"{column} is not a number: {text[:40]!r}") from None
         if not math.isfinite(number) or number != int(number) or number < 0:
             raise UnpricedError(f"{column} is not a count: {text[:40]}")

@@ -13,7 +13,13 @@ MAX_BYTES = 2**20
 
 
 def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
-    """Return (text, path) of the file referenced by a launch file in `folder`; None if it cannot be found.
+    """Return (text, path) of the file referenced by a launch file in `folder`; None if it cannot be found."""
+    path = path_beside(file, folder)
+    return (read_text(path, most_bytes=MAX_BYTES), show(str(path))) if path else None
+
+
+def path_beside(file: str, folder: Path | None) -> Path | None:
+    """Return the file referenced by a launch file in `folder`; None if it cannot be found.
 
     A file with an absolute path is looked for by its name, beside the launch file alone.
     """
@@ -23,7 +29,5 @@ def read_beside(file: str, folder: Path | None) -> tuple[str, str] | None:
     path = Path(*parts[num_up:])
     if folder is None or is_open(file) or ".." in path.parts:
         return None
-    for place in (folder, *(() if is_absolute else folder.absolute().parents[:MAX_ABOVE]))[num_up:]:
-        if is_file(place / path):
-            return read_text(place / path, most_bytes=MAX_BYTES), show(str(place / path))
-    return None
+    places = (folder, *(() if is_absolute else folder.absolute().parents[:MAX_ABOVE]))[num_up:]
+    return next((place / path for place in places if is_file(place / path)), None)

@@ -31,6 +31,8 @@ _DIRECTIVES = {
     **dict.fromkeys(("--gpus-per-node", "--gres"), _GPUS),
     "--ntasks-per-node": _TASKS,
 }
+_OF_A_JOB = (*_NODES, *_GPUS, *_TASKS)
+_SUBMISSION = re.compile(r"=\"?\$\(((?:.*[ /;&])?(?:sbatch|qsub) .*)\)\"?$", re.DOTALL)  # of a job whose number is kept
 MAX_SOURCED = 20  # scripts that one script may source
 # Scripts that prepare the shell rather than the run: of an environment, a module system, a user.
 _OF_THE_SHELL = re.compile(
@@ -42,10 +44,11 @@ _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """The words of one simple command, expanded; `text` is its here-document."""
+    """The words of one simple command, expanded; `text` is its here-document, `environment` what it may see."""
 
     words: tuple[str, ...]
     text: str = ""
+    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(slots=True)
@@ -94,6 +97,9 @@ class _State:
     def __init__(self, variables: Variables, folder: Path | None) -> None:
         self._variables, self._folder = variables, folder
         self._num_sourced = 0
+        self._exported: set[str] = set()
+        self._exports_all = False
+        self._has_left = False  # whether the round of a loop that was read last ended it
         self.missing: list[str] = []
         self.commands: list[Command] = []
         self.open: list[str] = []
@@ -193,7 +199,15 @@ class _State:
                 self.open.append(f"for {head[1]} (the first round is read)")
         elif runs and head[0] == "while" and self._condition(tokens[start + 1 : at]) is False:
             runs = False
-        return self._block(tokens, at + 1, ("done",), runs, depth) + 1
+        given, self._has_left = self._variables.arguments(), False
+        end = self._block(tokens, at + 1, ("done",), runs, depth)
+        # Loops over the arguments of the script take them away one by one.
+        while runs and head[0] == "while" and len(self._variables.arguments()) < len(given):
+            given = self._variables.arguments()
+            if self._has_left or not self._condition(tokens[start + 1 : at]):
+                break
+            self._block(tokens, at + 1, ("done",), runs, depth)
+        return end + 1
 
     def _case(self, tokens: list[Token], at: int, runs: bool, depth: int) -> int:
         subject = self._variables.text(tokens[at].raw) if at < len(tokens) else ""
@@ -219,17 +233,22 @@ class _State:
     def _do(self, tokens: list[Token], depth: int) -> bool | None:
         """Carries out an assignment, notes a command; whether it succeeds, where that can be told."""
         if tokens[0].raw in _DECLARES:  # its words are flags, names and assignments
+            if tokens[0].raw == "export" or any(re.fullmatch(r"-\w*x\w*", token.raw) for token in tokens):
+                self._exported |= {name[0] for token in tokens[1:] if (name := re.match(NAME, token.raw))}
             is_map = any(re.fullmatch(r"-\w*A\w*", token.raw) for token in tokens)
-            for token in () if is_map else tokens:
-                self._set(token)
+            for token in tokens:
+                self._set_entries(token) if is_map else self._set(token)
             return True
         at = 0
         while at < len(tokens) and (tokens[at].kind == "array" or self._is_set(tokens[at])):
             self._set(tokens[at])
             at += 1
-        tokens = tokens[at:]
-        if not tokens:
+        of_the_command = {name[0] for token in tokens[:at] if (name := re.match(NAME, token.raw))}
+        if at == len(tokens):
+            for submission in filter(None, (_SUBMISSION.search(token.raw) for token in tokens)):
+                self.run(submission[1], depth + 1)
             return True
+        tokens = tokens[at:]
         if tokens[0].raw == ":":
             for token in tokens[1:]:
                 self._variables.fields(token.raw)  # which assigns the default of ${NAME:=default}
@@ -237,6 +256,14 @@ class _State:
         if tokens[0].raw in ("[", "[[", "test", "true", "false", "!"):
             return self._condition(tokens)
         words = tuple(word for token in tokens if token.kind == "word" for word in self._variables.fields(token.raw))
+        if words[:1] == ("break",):
+            self._has_left = True
+            return True
+        if words[:1] == ("shift",):
+            self._variables.shift(int(words[1]) if len(words) > 1 and is_number(words[1]) else 1)
+            return True
+        if words[:1] == ("set",):
+            self._exports_all |= any(re.fullmatch(r"-[a-z]*a[a-z]*|allexport", word) for word in words[1:])
         if words and words[0] == "unset":
             for name in words[1:]:
                 self._variables.values.pop(name, None)
@@ -256,8 +283,14 @@ class _State:
         elif words and words[0] == "eval":
             self.run(" ".join(words[1:]), depth + 1)
         elif words or text:
-            self.commands.append(Command(words, text))
+            self.commands.append(Command(words, text, self._environment(of_the_command)))
         return None
+
+    def _environment(self, of_the_command: set[str]) -> tuple[tuple[str, str], ...]:
+        """Return what a command sees of the variables: those exported, its own, and those of a job."""
+        seen = self._variables.values.keys() if self._exports_all else self._exported | of_the_command | {*_OF_A_JOB}
+        values = {name: self._variables.values.get(name) for name in seen if not name.isdecimal()}
+        return tuple((name, value) for name, value in sorted(values.items()) if isinstance(value, str))
 
     def _source(self, file: str, depth: int) -> None:
         """Read a script that this one runs in its own shell, found in its folder or one above it."""
@@ -279,6 +312,12 @@ class _State:
     def _is_set(self, token: Token) -> bool:
         return token.kind == "word" and ASSIGNMENT.match(token.raw) is not None
 
+    def _set_entries(self, token: Token) -> None:
+        """Assign the entries of an associative array: `declare -A OPTIONS=([tp]=4 [pp]=2)`."""
+        for item in token.items:
+            if entry := re.fullmatch(r"\[([^\]]+)\]=(.*)", item, re.DOTALL):
+                self._variables.assign_entry(token.raw, entry[1], self._variables.text(entry[2]))
+
     def _set(self, token: Token) -> None:
         if token.kind == "array":
             name, adds = token.raw.removesuffix("+"), token.raw.endswith("+")
@@ -287,7 +326,9 @@ class _State:
             self._variables.assign(name, [*before, *items])
         elif match := ASSIGNMENT.match(token.raw):
             text = self._variables.text(token.raw[match.end() :])
-            if match[2] is not None:
+            if match[2] is not None and not match[2].isdecimal():
+                self._variables.assign_entry(match[1], match[2], text)
+            elif match[2] is not None:
                 items = self._variables.items(match[1])
                 items[int(match[2]) : int(match[2]) + 1] = [text]
                 self._variables.assign(match[1], items)

@@ -9,7 +9,7 @@ from autoplan.base.errors import InputError
 
 MAX_DEPTH = 25  # of what is nested in one another
 NAME = r"[A-Za-z_][A-Za-z0-9_]*"
-ASSIGNMENT = re.compile(rf"({NAME})(?:\[(\d+)\])?(\+?)=", re.ASCII)
+ASSIGNMENT = re.compile(rf"({NAME})(?:\[([^\]\s]+)\])?(\+?)=", re.ASCII)
 _PLACEHOLDER = re.compile(r"<[A-Za-z][\w ./:-]*>(?=[\s\"'`;)/]|$)")  # of a template: <path to checkpoints>
 _OPERATORS = (
     "&>>",

@@ -59,6 +59,20 @@ class Variables:
         self._fixed = fixed
         self.values: dict[str, Value] = {**given, **fixed}
 
+    def arguments(self) -> list[str]:
+        """Return the arguments of the script, as far as they are given: $1, $2 and so on."""
+        arguments: list[str] = []
+        while isinstance(value := self.values.get(str(len(arguments) + 1)), str):
+            arguments.append(value)
+        return arguments
+
+    def shift(self, number: int) -> None:
+        """Drop the first arguments of the script; the others move up."""
+        arguments = self.arguments()
+        for place in range(1, len(arguments) + 1):
+            self.values.pop(str(place))
+        self.values |= {str(place): value for place, value in enumerate(arguments[number:], 1)}
+
     def items(self, name: str) -> list[str]:
         """Items of an array, or the one value of a plain variable."""
         value = self.values.get(name, [])
@@ -68,6 +82,10 @@ class Variables:
         """Set a variable, unless its value is fixed."""
         if name not in self._fixed:
             self.values[name] = value
+
+    def assign_entry(self, name: str, key: str, value: str) -> None:
+        """Set an entry of an associative array."""
+        self.assign(f"{name}[{self.text(key)}]", value)
 
     def text(self, raw: str, *, unset: str | None = None, quoted: bool = False) -> str:
         """A word expanded to one string; what is not set becomes `unset`, or stays as it is written."""
@@ -130,9 +148,9 @@ class Variables:
 
     def _variable(self, name: str, raw: str, unset: str | None) -> Value:
         if name in "@*":
-            return []
+            return self.arguments()
         if name == "#":
-            return "0"
+            return str(len(self.arguments()))
         if name in self.values:
             value = self.values[name]
             return value if isinstance(value, str) else (value[0] if value else "")
@@ -157,8 +175,10 @@ class Variables:
         if match is None:
             return piece
         count, name, index, operation = match.groups()
-        value: Value | None = [] if name in ("@", "*") else self.values.get(name)
-        if index is not None and value is not None:
+        value: Value | None = self.arguments() if name in ("@", "*") else self.values.get(name)
+        if index is not None and (entry := self.values.get(f"{name}[{self.text(index)}]")) is not None:
+            value = entry
+        elif index is not None and value is not None:
             items = self.items(name)
             if index in ("@", "*"):
                 value = items if index == "@" else " ".join(items)
@@ -183,6 +203,9 @@ class Variables:
                 return result
         if value is None:
             return piece if unset is None else unset
+        if isinstance(value, list) and (part := re.fullmatch(r":\s*(\d{1,6})(?::(\d{1,6}))?", operation)):
+            start = int(part[1]) - (name in ("@", "*"))  # $@ begins with $1
+            return value[max(start, 0) :][: int(part[2]) if part[2] else None]
         if isinstance(value, str) and operation in (",,", "^^"):
             return value.lower() if operation == ",," else value.upper()
         return value if not operation or sign else piece

@@ -102,6 +102,7 @@ _MADE = ("model", "mixed_precision", "comm_overlap", "model.transformer_layer_sp
 _ACTIVATION = "model.activation_func"
 _TRAINS = ("pretrain", "finetune", "distill")  # functions that take a configuration
 MAX_DEPTH = 20
+DELETED = "takes a default away, which is priced as kept"  # ~NAME of Hydra
 _PYTHON = re.compile(r"^(\s*(import|from)\s+megatron|def \w+\(|from __future__)", re.MULTILINE)
 # Sections whose fields affect neither time nor memory, except for the fields listed above.
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
@@ -162,8 +163,10 @@ def _overrides(words: tuple[str, ...], recipe: _Recipe) -> None:
             else:
                 matters = option not in ("mode", "dataset", "dry_run", "step_func", "lr", "min_lr", "warmup_iters")
                 recipe.unread.append(Unread(option=word, value=value, why="not known here", matters=matters))
+        elif word.startswith("~"):
+            recipe.unread.append(Unread(option=word, value="", why=DELETED))
         elif sign:
-            late[name.lstrip("+~")] = _literal_word(value)
+            late[name.lstrip("+")] = _literal_word(value)
         else:
             recipe.unread.append(Unread(option=word, value="", why="not known here"))
     recipe.values |= late

@@ -16,6 +16,7 @@ from autoplan.frameworks.common.shell import read_script
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.hf_trainer.launch import model_of
 from autoplan.frameworks.hf_trainer.script import devices_of
+from autoplan.frameworks.megatron_bridge.read import DELETED
 from autoplan.frameworks.megatron_bridge.tuning import FUSED
 from autoplan.frameworks.megatron_lm import launch as megatron
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
@@ -78,6 +79,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         why = "a configuration of its own, whose settings are not read"
         arguments.remarks.append(Unread(option="--config-name", value=config, why=why))
         arguments.is_partial = True
+    arguments.remarks += [Unread(option=word, value="", why=DELETED) for word in words if word.startswith("~")]
     model = model_of(arguments, "model.path", context)
     if not arguments.flag("model.mtp.enable_train"):
         model = replace(model, num_mtp_layers=0)
