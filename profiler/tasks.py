@@ -121,7 +121,7 @@ def ranked_tasks(scope: MeasurementScope, hello: Hello, measured: Collection[Tas
         for dtype in hello.dtypes:
             for call in (
                 *_kernels(scope, hello),
-                *(_units(scope, hello) if scope.framework.kernels.eager_layers else ()),
+                *(_units(scope, hello) if scope.framework.is_trainer else ()),
                 *_collectives(scope, hello),
             ):
                 operation = call.operation

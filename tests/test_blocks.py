@@ -307,5 +307,5 @@ def test_timings_of_the_database_are_plain_torchs_own_and_others_leave_what_they
 
 
 def test_plain_torch_runs_what_is_measured_and_nobody_else_says_so() -> None:
-    assert [name for name in preset_frameworks() if load_framework(name).kernels.eager_layers] == ["torch"]
-    assert not Framework(name="mine").kernels.eager_layers
+    assert [name for name in preset_frameworks() if load_framework(name).is_trainer] == ["torch"]
+    assert not Framework(name="mine").is_trainer

@@ -26,6 +26,7 @@ from autoplan.cost.network.algorithms import ProcessGroup, collective_s
 from autoplan.cost.network.links import CONTENTION_SHARE, Links
 from autoplan.cost.pipeline.closed_forms import gpipe_s, one_forward_one_backward_s
 from autoplan.cost.spreads import NORMAL_90
+from autoplan.cost.stages import RETRY_S
 from autoplan.cost.step import STRAGGLER_SPREAD
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.readers.cluster import load_cluster
@@ -330,7 +331,7 @@ def test_heads_whose_rows_are_no_multiples_of_16_bytes_take_longer() -> None:
     whole, narrow, odd = head_s(50304), head_s(50260), head_s(50257)
     assert 1.1 * whole < narrow < odd < 3 * whole
     assert head_s(50257, PLAIN.changed(pads_vocab_to=64)) == whole
-    eager = unpadded.changed(eager_layers=True)
+    eager = dataclasses.replace(unpadded, rules="trainer")
     assert head_s(50257, eager, precision="fp32") == pytest.approx(head_s(50304, eager, precision="fp32"), rel=0.01)
 
 
@@ -1240,12 +1241,13 @@ def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_f
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = dataclasses.replace(TWO_NODES, global_batch=48)
-    assert priced(plan, allocator_retry_s=0.1)["allocator_retries"] == 0.0
+    assert priced(plan, counts_cached_blocks=True)["allocator_retries"] == 0.0
     monkeypatch.setattr("autoplan.cost.stages.RETRY_SHARE", 1e-6)
-    full = priced(plan, allocator_retry_s=0.1)
-    assert full["allocator_retries"] == pytest.approx(0.1 * 8 * 3)
+    full = priced(plan, counts_cached_blocks=True)
+    assert full["allocator_retries"] == pytest.approx(RETRY_S * 8 * 3)
+    assert priced(plan)["allocator_retries"] == 0.0
     piped = ParallelPlan(global_batch=24, pp=2, dp_shard=8, sharding="none")
-    assert priced(piped, allocator_retry_s=0.1)["allocator_retries"] == 0.0
+    assert priced(piped, counts_cached_blocks=True)["allocator_retries"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -1256,7 +1258,6 @@ def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_f
         {"cross_node_pipeline_s_per_tp": -1e-6},
         {"cross_node_pipeline_s_per_dp": -1e-6},
         {"message_poll_s": -0.1},
-        {"allocator_retry_s": -1.0},
         {"grad_reduce_overlap_share": 1.5},
     ],
 )

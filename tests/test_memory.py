@@ -134,7 +134,7 @@ def test_a_framework_with_16_bit_gradients_and_an_fp32_copy_beside_them_keeps_bo
 
 @pytest.mark.parametrize(("sharding", "per_parameter"), [("none", 18 + 2), ("zero1", 6 + 12 / 4)])
 def test_buckets_hold_another_gradient_where_ranks_do_not_shard(sharding: Any, per_parameter: float) -> None:
-    problem = problem_of(framework=BARE.changed(bytes_per_bucket_grad=2.0))
+    problem = problem_of(framework=BARE.changed(reduce_bucket_bytes=1e6))
     (stage,) = stages_of(problem, dp_shard=4, sharding=sharding)
     assert states(stage) == pytest.approx(per_parameter * TOTAL)
     (alone,) = stages_of(problem, sharding="none")
@@ -271,16 +271,18 @@ def test_an_accumulator_stands_beside_16_bit_gradients_or_in_their_place(
     assert stage.memory_terms_bytes["gradients"] == pytest.approx(per_parameter * TOTAL)
 
 
-@pytest.mark.parametrize(("frees", "held", "stepped"), [(False, 1200.0, 0.0), (True, 0.0, 1200.0)])
-def test_unscaled_gradients_of_fp16_are_held_or_come_with_the_step(frees: bool, held: float, stepped: float) -> None:
-    framework = BARE.changed(bytes_per_fp16_unscaled_grad=1200.0, frees_unscaled_grads=frees)
-    (plain,) = stages_of(problem_of(), precision="fp16")
-    (stage,) = stages_of(problem_of(framework=framework), precision="fp16")
-    optimizer, before = (cost.memory_terms_bytes["optimizer"] for cost in (stage, plain))
-    assert optimizer - before == pytest.approx(held * TOTAL)
-    assert (step_bytes(stage) if frees else stage.memory_terms_bytes["update"]) == pytest.approx(stepped * TOTAL)
-    (bf16,) = stages_of(problem_of(framework=framework))
-    assert bf16.memory_terms_bytes["update"] == 0
+@pytest.mark.parametrize(("copies", "held", "stepped"), [("none", 0.0, 0.0), ("kept", 4.0, 0.0), ("freed", 0.0, 4.0)])
+def test_unscaled_gradients_of_fp16_are_held_or_come_with_the_step(copies: str, held: float, stepped: float) -> None:
+    def terms_of(framework: Framework, precision: str) -> tuple[float, float]:
+        problem = problem_of(framework=framework)
+        batch = PlanBatch.of([ParallelPlan(global_batch=64, precision=precision)], 2)  # type: ignore[arg-type]
+        blocks = stage_blocks(problem.model, batch, 1)
+        memory = stage_memory(problem, batch, blocks, stage_parameters(problem, batch, blocks))
+        return memory.terms["optimizer"][0, 0], memory.update_bytes[0, 0]
+
+    plain, (optimizer, update) = terms_of(BARE, "fp16"), terms_of(BARE.changed(fp16_unscaled_grads=copies), "fp16")
+    assert (optimizer - plain[0], update - plain[1]) == pytest.approx((held * TOTAL, stepped * TOTAL))
+    assert terms_of(BARE.changed(fp16_unscaled_grads=copies), "bf16") == terms_of(BARE, "bf16")
 
 
 def test_a_bf16_step_gathers_all_weights_into_a_copy_and_an_fp16_step_goes_through_buckets() -> None:

@@ -241,7 +241,7 @@ def _purpose(model: str | Path | ModelSpec | None, plan_file: str | Path | None,
     else:
         scope = _scope(model, options, modes)
         # As plans are made for the built-in trainer unless told otherwise, on every device.
-        dtypes = ("bf16",) if scope.framework.kernels.eager_layers else ()
+        dtypes = ("bf16",) if scope.framework.is_trainer else ()
     if options.dtypes:
         dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", *NARROW_PRODUCTS))
     return _Purpose(cluster=cluster, dtypes=dtypes, scope=scope, open_ranking=open_ranking)

@@ -50,12 +50,12 @@ def with_timings(problem: Problem, source: str, url: str | None = None) -> Probl
     usable = usable_timings(problem, url) if is_stored else FoundTimings(measurements=_published(problem))
     if not usable.measurements:
         raise InputError(f"{source} has no timings of {problem.cluster.device.name}: leave --timings out")
-    return with_measurements(problem, usable, is_own=is_stored and problem.framework.kernels.eager_layers)
+    return with_measurements(problem, usable, is_own=is_stored and problem.framework.is_trainer)
 
 
 def with_measurements(problem: Problem, timings: FoundTimings, *, is_own: bool | None = None) -> Problem:
     """Return the problem with measured times; `is_own`: of the kernels and layers that the framework itself runs."""
-    runs_same_kernels = problem.framework.kernels.eager_layers if is_own is None else is_own
+    runs_same_kernels = problem.framework.is_trainer if is_own is None else is_own
     calibration, device = problem.calibration, problem.cluster.device
     # One that was fitted beside measured times was so beside bursts at the level of the shipped one.
     if calibration.fitted_with and calibration.fitted_with.timings:
@@ -70,7 +70,7 @@ def stored_table(cluster: ClusterSpec, framework: Framework, url: str | None) ->
     if not timings.measurements:
         raise InputError(f"the database has no timings of {device.name}: leave --timings out")
     calibration = built_in_calibration(framework, device)
-    return _table(timings, device, calibration, is_own=framework.kernels.eager_layers)
+    return _table(timings, device, calibration, is_own=framework.is_trainer)
 
 
 def pinned_problem(problem: Problem, source: str, pinned: PinnedTimings, url: str | None) -> Problem:
@@ -151,7 +151,7 @@ def _published(problem: Problem) -> Measurements:
 
 def usable_operations(framework: Framework) -> list[Operation]:
     """Return the operations whose times in the database are those of the kernels that the framework runs."""
-    return [name for name in SHAPES if framework.kernels.eager_layers or name not in _FUSED]
+    return [name for name in SHAPES if framework.is_trainer or name not in _FUSED]
 
 
 def usable_timings(problem: Problem, url: str | None) -> FoundTimings:

@@ -22,7 +22,7 @@ def looked_up_shapes(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operat
 
 def lookups(problem: Problem, batch: PlanBatch) -> Mapping[tuple[Operation, str], set[tuple[float, ...]]]:
     """Return the looked-up shapes; for each operation the preferred type comes first."""
-    table = TimingTable.noting(is_own=problem.framework.kernels.eager_layers)
+    table = TimingTable.noting(is_own=problem.framework.is_trainer)
     estimate(replace(problem, timings=table), batch)
     assert table.lookups is not None
     return dict(table.lookups)

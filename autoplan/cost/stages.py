@@ -31,7 +31,10 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS
 
-RETRY_SHARE = 0.925  # of the capacity, from which the allocator gives its cache back [fitted: 10 full runs of nanotron]
+# Share of the capacity from which the allocator gives its cache back (c10 CUDACachingAllocator.cpp malloc), and what a
+# layer then takes longer, in both passes together [fitted: 10 runs of nanotron at the limit, 2 to 5 times slower].
+RETRY_SHARE = 0.925
+RETRY_S = 0.04
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,13 +133,12 @@ def _retries_s(problem: Problem, blocks: StageBlocks, memory: StageMemory) -> Fl
     If tensors and the cached blocks of passes do not fit together, every layer hits the limit again; in a pipeline the
     host waits at every message, and the blocks are free by then.
     """
-    framework = problem.framework
-    if blocks.num_stages > 1:
+    if blocks.num_stages > 1 or not problem.framework.memory.counts_cached_blocks:
         return np.zeros_like(memory.reserved_bytes)
     needed = memory.reserved_bytes + memory.pass_spare_bytes
     short = needed > RETRY_SHARE * problem.capacity_bytes
     layers = add_up(blocks.count.values()) / len(problem.model.layers[0])
-    return framework.host.allocator_retry_s * layers * short
+    return RETRY_S * layers * short
 
 
 def _hidden_launches(batch: PlanBatch, costs: dict[Block, BlockCost], blocks: StageBlocks, ahead: Floats) -> Pass:

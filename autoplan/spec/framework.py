@@ -34,9 +34,9 @@ class Memory:
     # A second, fp32 buffer beside 16-bit gradients, in bf16 runs whose `grad_dtype` is fp32.
     bytes_per_bf16_grad_accumulator: float = 0.0
     frees_accumulated_grads: bool = False  # or instead of it: 16-bit ones are given back as they are added to it
-    bytes_per_bucket_grad: float = 0.0  # in buckets beside the gradients, where data-parallel ranks do not shard (DDP)
-    bytes_per_fp16_unscaled_grad: float = 0.0  # fp32 copy that fp16 runs make to unscale, sharded with the optimizer
-    frees_unscaled_grads: bool = False  # before the next forward pass: they are there during the optimizer's step alone
+    # fp32 copies of gradients that fp16 runs make to unscale them, sharded with the optimizer; freed before the next
+    # forward pass they are there during the optimizer's step alone.
+    fp16_unscaled_grads: Literal["none", "kept", "freed"] = "none"
     bytes_per_optimizer_state: float = 12.0  # fp32 master weights and two Adam moments
     # Of the optimizer's state, what stays on the device where the optimizer is on the host.
     bytes_per_state_kept_on_device: float = 0.0
@@ -127,10 +127,9 @@ class Kernels:
     fused_activation: bool = True  # an eager SwiGLU keeps one more tensor of the MLP width
     fused_squared_relu: bool = True  # else a ReLU and a power with kernels of their own
     fuses_softmax: bool = False  # what a plan calls unfused attention has a kernel that scales, masks and normalises
-    # Its layers and other units are the built-in trainer's, which a profile measures; else kernels of its own.
-    eager_layers: bool = False
-    # Its fp32 plans multiply on TF32 units, else only those of eager layers are priced.  No option of a plan: NVIDIA's
-    # containers turn it on for all that runs in them (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and no launch file says it.
+    # Its fp32 plans multiply on TF32 units, else only those of the built-in trainer are priced.  No option of a plan:
+    # NVIDIA's containers turn it on for all that runs in them (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE), and no launch file
+    # says it.
     tf32_products: bool = False
     # What it runs where a plan says flash; flash stands for the best that the device has, sdpa for torch's own.
     flash_kernel: Literal["flash", "flash1", "flash2", "triton", "cudnn", "sdpa", "flex"] = "flash"
@@ -203,7 +202,8 @@ class Network:
     scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
     bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
     reduces_accumulators: bool = False  # as they are, in fp32; else in the type of the gradients
-    # Of 16-bit gradients, that an unsharded all-reduce takes at a time (DDP); 0: all of them at once.
+    # Of 16-bit gradients, that an unsharded all-reduce takes at a time, out of buckets beside the gradients (DDP); 0:
+    # all of them at once, in place.
     reduce_bucket_bytes: float = 0.0
     zero1_grad_all_reduce: bool = False  # DeepSpeed-like: the whole gradient is all-reduced, then the shard updated
     zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
@@ -264,8 +264,6 @@ class Host:
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Where zero1 gathers every rank's slice of every tensor of weights on its own: slicing, flattening, copying back.
     host_s_per_gathered_piece: float = 0.0
-    # A layer takes so much longer, in both passes, where the allocator has to give its cache back to go on.
-    allocator_retry_s: float = 0.0
     step_overhead_s: float = 0.01  # data, logging, the norm's barrier
 
     def __post_init__(self) -> None:
@@ -301,6 +299,11 @@ class Framework:
     calibrated_as: str = ""  # the framework whose calibration holds for it too: another version of the same
     sources: tuple[str, ...] = ()
     fitted: tuple[str, ...] = ()  # traits whose values were fitted to measured runs; all others have a source
+
+    @property
+    def is_trainer(self) -> bool:
+        """Return whether its layers and other units are the built-in trainer's, which a profile measures."""
+        return self.rules == "trainer"
 
     @property
     def calibration_name(self) -> str:

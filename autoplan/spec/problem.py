@@ -66,8 +66,7 @@ class Problem:
             )
         self._check_encoder()
         device, precision = self.cluster.device, self.training.precision
-        kernels = self.framework.kernels
-        is_fp32_priced = kernels.eager_layers or kernels.tf32_products
+        is_fp32_priced = self.framework.is_trainer or self.framework.kernels.tf32_products
         usable = [each for each in precisions_of(device) if each != Precision.FP32 or is_fp32_priced]
         if precision == Precision.FP32 and not is_fp32_priced:
             raise InputError(

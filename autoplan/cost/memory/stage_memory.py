@@ -29,6 +29,7 @@ from autoplan.cost.memory.gathered import gathered_bytes
 from autoplan.cost.memory.parameters import StageParameters, spread_bytes, stage_parameters, updated_parameters
 from autoplan.cost.memory.recompute import Parts, whole_bytes
 from autoplan.cost.memory.state_types import (
+    WIDE_BYTES,
     grad_bytes,
     optimizer_bytes,
     parameters_on_host,
@@ -164,8 +165,8 @@ def _update_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameter
     zero1 = batch.sharding >= Sharding.ZERO1.code
     on_device = 1.0 - share_on_host(batch)
     copies = spread_bytes(parameters, groups, update_copy_bytes(problem, batch), zero1) * on_device[:, None]
-    if framework.memory.frees_unscaled_grads:
-        unscaled = spread_bytes(parameters, groups, framework.memory.bytes_per_fp16_unscaled_grad, zero1)
+    if framework.memory.fp16_unscaled_grads == "freed":
+        unscaled = spread_bytes(parameters, groups, WIDE_BYTES, zero1)
         copies += unscaled * (on_device * (batch.precision == Precision.FP16.code))[:, None]
     # Buckets of zero1, which reduces gradients and gathers weights in the step; some bf16 optimizers gather all weights
     # at once instead of in buckets.

@@ -14,6 +14,8 @@ from autoplan.cost.memory.parameters import (
     spread_bytes,
 )
 from autoplan.cost.memory.state_types import (
+    HALF_BYTES,
+    WIDE_BYTES,
     accumulator_bytes,
     grad_bytes,
     more_bytes_of_ends,
@@ -59,7 +61,8 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     is_replaced = framework.memory.frees_accumulated_grads | zero2 | (on_host > 0.0)
     gradients += spread(np.where(accumulator > 0.0, accumulator - per_grad * is_replaced, 0.0), zero2)
     buckets = (sharding == Sharding.NONE.code) & (batch.dp > 1)
-    gradients += spread(framework.memory.bytes_per_bucket_grad, zero1) * buckets[:, None]
+    if framework.network.reduce_bucket_bytes:
+        gradients += spread(HALF_BYTES, zero1) * buckets[:, None]
     if framework.memory.offloads_grads:
         gradients *= (1.0 - on_host * zero3)[:, None]
     stays = ~parameters_on_host(batch)[:, None]
@@ -73,8 +76,8 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
         ends = parameters.trained.ends
         alone = StageParameters(dense=ends, expert=np.zeros_like(ends), ends=ends)
         optimizer = optimizer + spread_bytes(alone, groups, (1.0 - on_host) * more, zero1)
-    if not framework.memory.frees_unscaled_grads:
-        optimizer += spread(framework.memory.bytes_per_fp16_unscaled_grad, zero1) * (fp16 * (1.0 - on_host))[:, None]
+    if framework.memory.fp16_unscaled_grads == "kept":
+        optimizer += spread(WIDE_BYTES, zero1) * (fp16 * (1.0 - on_host))[:, None]
     return StateBytes(weights, gradients, optimizer)
 
 
