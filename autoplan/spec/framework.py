@@ -136,7 +136,6 @@ class Kernels:
     # Queries, keys, values, gate and up are products of their own, whose gradients of the same input are added up.
     separate_inputs: bool = False
     torch_grouped_products: bool = False  # experts' products are torch's grouped ones, not of cuBLAS for each expert
-    rowwise_gemm_share: float = 1.0  # of the rate that 8-bit products of one scale sustain, what those of rows' do
     # Keys and values are repeated to the number of heads before attention, also on their way around a context group,
     # whose ranks gather all of them at once, beside attention to their own.
     expands_kv: bool = False
@@ -169,7 +168,7 @@ class Kernels:
     def __post_init__(self) -> None:
         _check(
             self,
-            positive=("ring_attention_factor", "kernel_bytes_factor", "permute_bytes_factor", "rowwise_gemm_share"),
+            positive=("ring_attention_factor", "kernel_bytes_factor", "permute_bytes_factor"),
             selective_recompute_share=(0, 1),
         )
 
