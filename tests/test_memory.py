@@ -517,7 +517,7 @@ def test_zero3_gathers_embedding_and_head_and_layers_one_after_another() -> None
 
 @pytest.mark.parametrize("seq_len", [TOKENS, 64 * TOKENS])
 def test_ends_that_are_gathered_in_turn_stand_beside_logits_or_the_layers_beside_what_they_need(seq_len: int) -> None:
-    framework = BARE.changed(bytes_per_reduced_grad=4.0, gathers_ends_in_turn=True)
+    framework = BARE.changed(bytes_per_reduced_grad=4.0, is_jax=True)
     zero3 = {"dp_shard": 4, "sharding": "zero3"}
     terms = stages_of(problem_of(framework=framework, seq_len=seq_len), **zero3)[0].memory_terms_bytes
     head, layer = (2 + 4) * TABLE, (2 * 2 + 4) * LAYER

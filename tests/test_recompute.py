@@ -95,13 +95,13 @@ def test_a_part_of_a_layer_gives_back_what_it_holds(module: str, per_token: int)
     ],
 )
 def test_programs_of_jax_keep_inputs_of_layers_and_outputs_of_products(recompute: str, per_token: int) -> None:
-    problem = dataclasses.replace(problem_of(DENSE), framework=BARE.changed(keeps_products_alone=True))
+    problem = dataclasses.replace(problem_of(DENSE), framework=BARE.changed(is_jax=True))
     assert activations(problem, recompute) == [pytest.approx(8 * TOKENS * per_token)]
 
 
 def test_a_sum_that_is_repeated_takes_the_product_before_it_and_an_mlp_may_leave_out_its_last() -> None:
     def again_s(recompute: str, **traits: bool) -> float:
-        framework = BARE.changed(keeps_products_alone=True, **traits)
+        framework = BARE.changed(is_jax=True, **traits)
         problem = dataclasses.replace(problem_of(DENSE), framework=framework)
         return float(estimate(problem, PlanBatch.of([plan_of(recompute)], 8)).terms_s["recompute"][0])
 

@@ -56,7 +56,7 @@ def selective_s(
     # A separate norm precedes the other named parts (core/transformer/transformer_layer.py, _forward_mlp); the MoE
     # layer and parts of it may both be named.
     norm = times.pop(RecomputeModule.LAYERNORM, zeros)
-    if problem.framework.memory.keeps_products_alone and block in ATTENTION_BLOCKS and not problem.model.mla:
+    if problem.framework.memory.is_jax and block in ATTENTION_BLOCKS and not problem.model.mla:
         norm = np.where(batch.repeats(RecomputeModule.LAYERNORM), kernels.matrix_forward_s["out"], 0.0)
     own = _norm_s(problem, batch) if has_norm_module(problem, block) else zeros
     return norm + np.minimum(add_up(times.values()) + zeros, forward_s - own)

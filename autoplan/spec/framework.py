@@ -45,10 +45,9 @@ class Memory:
     # FSDP2 holds the states, under every sharding but none in shards: fp32 weights that the passes read in 16-bit
     # copies, and gradients that live from their backward pass to the optimizer's step: a step has several peaks.
     fsdp2_states: bool = False
-    # Embedding and head are gathered where they are used, not for the whole of both passes.
-    gathers_ends_in_turn: bool = False
-    # Dense layers keep their inputs and the outputs of products, and repeat all between them (jax.checkpoint by name).
-    keeps_products_alone: bool = False
+    # Programs of JAX: dense layers keep their inputs and the outputs of products, and repeat all between them
+    # (jax.checkpoint by name); embedding and head are gathered where they are used, not for the whole of both passes.
+    is_jax: bool = False
     keeps_narrow_copies: bool = True  # 8- and 4-bit GEMMs keep their quantised inputs, and of the weights such copies
     # Frozen weights stored in 8 bits alone keep transposed copies for the data gradients; else every pass makes them.
     keeps_frozen_transposes: bool = True

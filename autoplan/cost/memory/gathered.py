@@ -49,7 +49,7 @@ def gathered_bytes(
     element, reduced = problem.training.element_bytes, full_grad_bytes(problem, batch)
     in_turn = unit * (GATHERED_UNITS * element + reduced)
     root = (parameters.ends.T * dense_spread * (element + reduced)).T
-    if framework.memory.gathers_ends_in_turn:  # ends with the logits, or layers with their transients
+    if framework.memory.is_jax:  # ends with the logits, or layers with their transients
         head = head_columns(problem, batch) * problem.model.table_width / batch.tp
         ends = np.minimum(parameters.ends, head[:, None]) * dense_spread[:, None] * (element + reduced)[:, None]
         in_turns = np.maximum(logits + ends, transients + in_turn[:, None])

@@ -66,7 +66,7 @@ def activation_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
     """Bytes that a block stores per micro-batch, by the part whose recomputation frees them; None: no part."""
     problem = problem.attending(block)
     model, framework, element = problem.model, problem.framework, problem.training.element_bytes
-    if framework.memory.keeps_products_alone and (block is Block.MLP or (block in ATTENTION_BLOCKS and not model.mla)):
+    if framework.memory.is_jax and (block is Block.MLP or (block in ATTENTION_BLOCKS and not model.mla)):
         return _product_parts(problem, batch, block, shape)
     sliced = norm_tokens(problem, batch) * model.hidden_size
     normed = model.norms_per_block * (2 * element + eager_norm_bytes(problem, is_frozen=shape.is_frozen))
