@@ -121,7 +121,7 @@ def test_a_schedule_that_takes_the_backward_pass_apart_runs_its_measured_halves(
     alike, longer = (price(eager(problem_of(), one), plan).step_s[0] for one in (halves, dearer))
     # Four layers of each stage and eight micro-batches: each takes a second longer, the pipeline hides none of it.
     assert longer - alike >= 4 * 8 * 1.0
-    whole = PLAIN.changed(splits_first_chunk=False)
+    whole = PLAIN.changed(torch_pipelines=True)
     # The gradient that the first stage owes nobody comes later: nothing is gained, and nothing split there.
     assert price(eager(problem_of(framework=whole), halves), plan).step_s[0] == pytest.approx(alike, rel=0.05)
     assert price(eager(problem_of(framework=whole), dearer), plan).step_s[0] < longer

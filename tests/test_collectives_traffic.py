@@ -127,7 +127,7 @@ def test_recomputed_blocks_send_again() -> None:
 
 
 def test_a_message_and_the_gather_behind_it_take_as_long_as_the_estimate_says() -> None:
-    problem = problem_of("tied", cluster="h100-sxm:8x8", framework=PLAIN.changed(scatter_gather_p2p=True))
+    problem = problem_of("tied", cluster="h100-sxm:8x8", framework=PLAIN)
     plan = ParallelPlan(global_batch=64, tp=4, pp=4, dp_shard=4, sp=False)
     found, links = list(transfers(problem, plan)), Links.of(problem)
     sent = sum(

@@ -455,8 +455,8 @@ def test_attention_piece_by_piece_takes_longer_for_the_keys_of_other_ranks() -> 
 
 
 def test_a_scattered_message_is_a_slice_and_its_gather_at_the_receiver() -> None:
-    whole = problem_of(framework=PLAIN.changed(scatter_gather_p2p=False))
-    scattered = problem_of(framework=PLAIN.changed(scatter_gather_p2p=True))
+    whole = problem_of(framework=PLAIN.changed(torch_pipelines=True))
+    scattered = problem_of(framework=PLAIN)
     size = 2.0 * 2048 * 1024
     links = Links.of(whole).topology
     gather = float(collective_s(links, "all_gather", tensor_pair(), np.full(1, size))[0])
@@ -468,8 +468,8 @@ def test_a_scattered_message_is_a_slice_and_its_gather_at_the_receiver() -> None
 
 @pytest.mark.parametrize("changes", [{"tp": 2, "sp": True}, {"tp": 1}])
 def test_a_message_that_is_a_slice_already_is_not_gathered(changes: dict[str, Any]) -> None:
-    whole = problem_of(framework=PLAIN.changed(scatter_gather_p2p=False))
-    scattered = problem_of(framework=PLAIN.changed(scatter_gather_p2p=True))
+    whole = problem_of(framework=PLAIN.changed(torch_pipelines=True))
+    scattered = problem_of(framework=PLAIN)
     plan = single(pp=2, global_batch=4, **changes)
     assert terms_of(whole, plan) == terms_of(scattered, plan)
 

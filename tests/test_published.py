@@ -146,7 +146,7 @@ def test_pt8_interleaving_gains_at_small_batches_and_less_and_less() -> None:
 
 
 def test_pt8_interleaving_without_scatter_gather_loses_at_large_batches() -> None:
-    framework = load_framework("megatron-lm-2021").changed(scatter_gather_p2p=False)
+    framework = load_framework("megatron-lm-2021").changed(torch_pipelines=True)
     model = gpt(96, 12288, 96)
     plain = priced(model, [plan(480, t=8, p=12)], framework=framework)
     interleaved = priced(model, [plan(480, t=8, p=12, v=4)], framework=framework)
@@ -214,7 +214,7 @@ def test_pt13_recomputation_wins_at_the_largest_batch_and_loses_at_a_small_one()
 
 def test_pt14_scatter_gather_gains_five_to_fifteen_percent_when_interleaved() -> None:
     model = gpt(96, 12288, 96)
-    whole = load_framework("megatron-lm-2021").changed(scatter_gather_p2p=False)
+    whole = load_framework("megatron-lm-2021").changed(torch_pipelines=True)
     plans = [plan(batch, t=8, p=12, v=4) for batch in BATCHES]
 
     def gain(network_gb_per_s: float) -> np.ndarray:
@@ -227,7 +227,7 @@ def test_pt14_scatter_gather_gains_five_to_fifteen_percent_when_interleaved() ->
 
 
 def test_pt14_scatter_gather_changes_nothing_without_tensor_parallelism() -> None:
-    whole = load_framework("megatron-lm-2021").changed(scatter_gather_p2p=False)
+    whole = load_framework("megatron-lm-2021").changed(torch_pipelines=True)
     plans = [plan(64, p=8, d=8)]
     model = gpt(32, 3840, 32)
     assert priced(model, plans).step_s[0] == priced(model, plans, framework=whole).step_s[0]

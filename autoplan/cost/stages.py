@@ -212,7 +212,7 @@ def lay_out(problem: Problem, batch: PlanBatch, stages: int, costs: MicroBatchCo
 
 def _split_backward(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> Bools:
     split_backward = batch.splits_backward[:, None] & np.ones(blocks.num_stages, dtype=np.bool_)
-    split_backward[:, 0] &= problem.framework.kernels.splits_first_chunk
+    split_backward[:, 0] &= not problem.framework.network.torch_pipelines
     return split_backward
 
 
@@ -231,7 +231,7 @@ def chunk_times(problem: Problem, laid: Stages, rows: Ints, layout: tuple[int, .
         backward[:, chunk] += end.backward_s[rows]
     weight[:, -1] += laid.costs.head.weight_s[rows]
     action = laid.costs.action_s[rows, None]
-    if not problem.framework.kernels.splits_first_chunk:
+    if problem.framework.network.torch_pipelines:
         weight[:, 0], split[:, 0] = backward[:, 0], 0.0
     weight = weight + action
     return SplitPass(forward + action, backward + split + 2 * action - weight, weight)

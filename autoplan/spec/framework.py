@@ -140,8 +140,6 @@ class Kernels:
     expands_kv: bool = False
     # Time of attention to the keys of other ranks of a ring, piece by piece, over that of the same work in one piece.
     ring_attention_factor: float = 1.0
-    # Whether schedules that take the backward pass apart do so with the first chunk, whose input has no gradient.
-    splits_first_chunk: bool = True
     # What `recompute = "selective"` repeats: the attention core alone, or this share of all that a layer does (SAC).
     selective_recompute_share: float = 0.0
     # Of the products alone that share is repeated, attention and what reduces its output and the MLP's are not, and all
@@ -197,7 +195,10 @@ class Network:
     # or MXFP8 and NVFP4 plans too, blocks of rows for the products that gradients flow through, blocks of columns for
     # the gradients of weights.
     narrow_tp_gathers: Literal["none", "tensors", "blocks"] = "none"
-    scatter_gather_p2p: bool = True  # without sequence parallelism, ranks of a tensor group send 1/tp each
+    # Pipelines are those of torch.distributed.pipelining: without sequence parallelism every rank of a tensor group
+    # sends all of a hidden state, not 1/tp, and schedules that take the backward pass apart leave the first chunk's
+    # whole, whose input has no gradient.
+    torch_pipelines: bool = False
     bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
     reduces_accumulators: bool = False  # as they are, in fp32; else in the type of the gradients
     # Of 16-bit gradients, that an unsharded all-reduce takes at a time, out of buckets beside the gradients (DDP); 0:

@@ -33,7 +33,7 @@ def message(problem: Problem, batch: PlanBatch) -> Message:
     and the receivers gather the slices (arXiv:2104.04473, 4.1; DeepSpeed runtime/pipe/engine.py, PartitionedTensor).
     """
     groups, tokens = process_groups(batch), norm_tokens(problem, batch)
-    scatters = problem.framework.network.scatter_gather_p2p & ~batch.sp
+    scatters = (not problem.framework.network.torch_pipelines) & ~batch.sp
     sent = np.where(scatters, rank_tokens(problem, batch) / batch.tp, tokens)
     hidden, element = problem.model.hidden_size, problem.training.element_bytes
     return Message(
