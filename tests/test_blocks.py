@@ -96,15 +96,6 @@ def test_sums_apart_from_products_read_a_gradient_and_read_and_write_its_buffer(
     assert work_s(ten_bytes, apart) == pytest.approx(work_s(ten_bytes, fused))  # no more where they are apart anyway
 
 
-def test_gradients_are_added_up_in_products_of_pipelines_alone() -> None:
-    """NeMo 1.11: gradient_accumulation_fusion needs more than one pipeline stage."""
-    fused, apart = problem_of(), problem_of(framework=PLAIN.changed(bytes_moved_per_accumulated_grad=6.0))
-    in_pipelines = PLAIN.changed(bytes_moved_per_accumulated_grad=6.0, fuses_accumulation_in_pipelines=True)
-    for plan, like in ((single(), apart), (single(pp=2), fused)):
-        assert work_s(problem_of(framework=in_pipelines), plan) == pytest.approx(work_s(like, plan))
-    assert work_s(apart, single(pp=2)) > work_s(fused, single(pp=2))
-
-
 def test_recomputing_takes_what_it_was_measured_to_add() -> None:
     times: Times = LAYER | {("layer_backward_full", *ONE): 3.5, ("layer_backward_selective", *ONE): 3.25}
     known = eager(problem_of(), times)

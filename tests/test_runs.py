@@ -407,6 +407,15 @@ def test_scales_of_rows_are_told_apart_from_scales_of_tensors(tmp_path: Path) ->
     assert not any("fp8_recipe" in text for text in rows.filled)
 
 
+def test_nemo_megatron_added_gradients_up_in_products_of_pipelines_alone(tmp_path: Path) -> None:
+    """gradient_accumulation_fusion of NeMo 1.11 needs more than one pipeline stage."""
+    row = LLAMA | {"framework": "NeMo Megatron 22.08", "year": "2022", "vp": "1"}
+    piped, flat = runs_of(tmp_path, row, row | {"id": "2", "pp": "1", "dp": "8"})
+    assert piped.plan, piped.refusal
+    assert flat.plan, flat.refusal
+    assert (piped.plan.gradient_accumulation_fusion, flat.plan.gradient_accumulation_fusion) == (True, False)
+
+
 @pytest.mark.parametrize(
     ("framework", "sharding"), [("PyTorch FSDP", "zero2"), ("Mine on FSDP", "zero3"), ("Mine", "zero3")]
 )

@@ -359,8 +359,7 @@ def _work_terms(
     framework, copies = problem.framework, copied_states_s(problem, batch, unit)
     forward, backward = _pass_terms(parts, ep)
     # The time of a layer that was measured as a whole includes gradient accumulation.
-    adds_apart = ~parts.is_whole & ~(framework.kernels.fuses_accumulation_in_pipelines & (batch.pp > 1))
-    accumulated = moved_per_accumulated_grad(problem, batch) * unit.trained_elements * adds_apart
+    accumulated = moved_per_accumulated_grad(problem, batch) * unit.trained_elements * ~parts.is_whole
     backward["memory_bound"] = backward["memory_bound"] + memory_bound_s(problem, accumulated) + copies.backward_s
     forward_s = add_up(forward.values())
     forward["memory_bound"] = forward["memory_bound"] + copies.forward_s  # not repeated by recomputation

@@ -53,6 +53,7 @@ class Recipe:
     counts_ends_as_layers: bool = False  # embedding and head count as a layer each; first stages take the rest
     relieves_last_stage: bool = False  # the last of at least 4 stages has fewer layers, the middle ones one more
     keeps_gpt_dropout: bool = False  # models of the shape of GPT are trained with dropout
+    accumulates_in_pipelines: bool = False  # products add up gradients of weights only if there is a pipeline
     narrows_attention: tuple[Precision, ...] = ()  # precisions in which MoE models run attention in 8 bits
     wide_params: tuple[Precision, ...] = ()  # precisions in which weights keep 16 bits
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped if possible

@@ -157,6 +157,8 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[s
         "attention": (attention := _attention(row, problem, recipe)),
         "fp8_attention": attention == AttentionKernel.FLASH and row.option("fp8_attention", narrows),
     }
+    if recipe.accumulates_in_pipelines and row.degree("pp", 1) == 1:
+        chosen["gradient_accumulation_fusion"] = False
     # Megatron-FSDP of recipes (Megatron-Bridge 067f987, perf_recipes/llama/gb200/llama3.py).
     if problem.framework.rules == "megatron-lm" and sharding in (Sharding.ZERO2, Sharding.ZERO3):
         chosen["gradient_accumulation_fusion"] = False

@@ -154,7 +154,6 @@ class Kernels:
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.
     bytes_moved_per_accumulated_grad: float = 0.0
-    fuses_accumulation_in_pipelines: bool = False  # of dense layers, whatever is moved without pipelines
     casts_for_adapters: bool = False  # adapters in fp32 meet 16-bit inputs, which are cast; else as they are sharded
     fuses_unpacking: bool = False  # 4-bit integers become weights in one kernel, not in one of torch for each operation
     bytes_moved_per_update: float = 30.0  # read and written per local parameter in a step (`modelling` C7)
