@@ -18,8 +18,9 @@ from autoplan.search.flags import ELSEWHERE, FORBIDDEN_COUNTS, with_flags
 from autoplan.search.limits import Limits
 from autoplan.spec.axes import AXES, AXIS, COLUMNS, LABELS, SEARCHED, shown
 from autoplan.spec.axis import Axis, Kind
+from autoplan.spec.derived_values import derived_values
 from autoplan.spec.enums import Offload, Precision, RecomputeModule
-from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced, derived_values
+from autoplan.spec.plan import ParallelPlan, PlanBatch, check_priced
 
 LAYERS = 32
 # A plan in which every axis means something.

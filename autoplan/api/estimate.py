@@ -27,9 +27,10 @@ from autoplan.frameworks.trainer.rules import check_training
 from autoplan.search.memory_knobs import memory_knobs
 from autoplan.search.ranking import ranked
 from autoplan.spec.axes import AXES, PARTLY_MEANT
+from autoplan.spec.derived_values import derived_values
 from autoplan.spec.enums import CodedEnum
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ParallelPlan, chunk_layers, derived_values, parse_recompute
+from autoplan.spec.plan import ParallelPlan, chunk_layers, parse_recompute
 from autoplan.spec.problem import Problem
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.placement import switches_of_nodes
