@@ -54,7 +54,7 @@ def _spelled(text: str) -> str:
     return f"{name}={shown(AXIS[name].parse(value, '--forbid'))}" if sign and name in AXIS else f"{name}{sign}{value}"
 
 
-PLAN_FILE_VERSION = 11
+PLAN_FILE_VERSION = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ def _check_version(table: Mapping[str, Any], key: str, version: int) -> None:
         raise InputError(f"{key} is {table[key]}, this autoplan reads {version}{command}")
 
 
-MIXED_FILE_VERSION = 5
+MIXED_FILE_VERSION = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
