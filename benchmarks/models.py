@@ -53,9 +53,6 @@ OTHER_WORK = {
     "cpmant": "32 tokens of a prompt beside those of the text",
     "falcon_h1": "products within chunks of 256 tokens of Mamba-2",
     "mamba2": "products within chunks of 256 tokens of Mamba-2",
-    "lfm2_vl": "a pooling head of which nothing is used",
-    "got_ocr2": "windows of 14 x 14 patches, to which a grid of 64 x 64 is padded",
-    "pp_chart2table": "windows of 14 x 14 patches, to which a grid of 64 x 64 is padded",
 }
 
 CLASSES = {

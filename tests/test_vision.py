@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
 from model_specs import QWEN_VL
+
+PLACE: dict[str, Any] = {"cluster": "h100-sxm:1x8", "seq_len": 4096}
 
 
 @pytest.fixture(scope="module")
@@ -257,13 +260,58 @@ def test_the_encoder_stands_on_the_first_stage(qwen: ModelSpec) -> None:
     assert [stage.forward_s for stage in with_encoder[1:]] == [stage.forward_s for stage in without[1:]]
 
 
+def test_samples_of_different_lengths_have_their_images_each(qwen: ModelSpec) -> None:
+    """A sample is a sequence: its image takes as long whatever its length, and ranks wait for longer texts alone."""
+    plan = {"micro_batch": 1, "sharding": "zero3"}
+    given = {"framework": "transformers", **PLACE, "plan": plan, "global_batch": 16}
+    alike, same, uneven = (
+        autoplan.estimate(model, **given, **options).file.best
+        for model, options in (
+            (qwen, {}),
+            (qwen, {"lengths": "4k:1", "batching": "padded"}),
+            (qwen, {"lengths": "2k:3,4k:1", "batching": "padded"}),
+        )
+    )
+    assert same.step_s == pytest.approx(alike.step_s, rel=1e-6)
+    assert uneven.step_s < same.step_s
+    text_alone = replace(qwen, encoder=None)
+    waits, waits_alone = (
+        autoplan.estimate(model, **given, lengths="2k:3,4k:1", batching="padded").file.best.terms_s["uneven_lengths"]
+        for model in (qwen, text_alone)
+    )
+    assert 0 < waits == pytest.approx(waits_alone, rel=0.01)
+
+
+def test_lengths_of_texts_have_the_tokens_of_their_images_beside_them(qwen: ModelSpec, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"text": "a" * 396}) + "\n" + json.dumps({"num_tokens": 900}) + "\n")
+    problem = make_problem(qwen, **PLACE, lengths=str(data), batching="padded", image_tokens=500, images=2)
+    assert problem.training.lengths is not None
+    assert problem.training.lengths.histogram == ((900, 1), (1103, 1))
+    assert problem.training.lengths.source == "data.jsonl, 4 bytes a token beside 1,000 of images"
+
+
+def test_lengths_of_an_encoder_decoder_are_those_of_its_decoder() -> None:
+    table = {"model_type": "t5", "is_encoder_decoder": True, "d_model": 512, "d_ff": 1024, "d_kv": 64, "num_heads": 8}
+    model = read_huggingface({**table, "num_layers": 6, "vocab_size": 32128}, "t5")
+    given = {"cluster": "h100-sxm:1x8", "seq_len": 512, "lengths": "128:3,512:1", "batching": "padded"}
+    with pytest.raises(InputError, match="are those of the decoder of t5: pass --encoder-len"):
+        make_problem(model, **given)
+    assert make_problem(model, **given, encoder_len=1024).encoder_len == 1024
+
+
 def test_what_cannot_be_priced_is_refused(qwen: ModelSpec) -> None:
     with pytest.raises(InputError, match="no room for 4 x 1280 = 5120 tokens of images"):
         make_problem(qwen, cluster="h100-sxm:1x8", seq_len=4096, images=4)
     with pytest.raises(InputError, match="need a model with images"):
         make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=4096, images=1)
-    with pytest.raises(InputError, match="variable lengths are not priced with the images"):
-        make_problem(qwen, cluster="h100-sxm:1x8", seq_len=4096, lengths="1k:3,2k:1")
+    of_lengths = {"cluster": "h100-sxm:1x8", "seq_len": 4096, "lengths": "2k:3,4k:1"}
+    with pytest.raises(InputError, match="one to a sequence, not packed: pass --batching padded, full or unpadded"):
+        make_problem(qwen, **of_lengths)
+    with pytest.raises(InputError, match="--images that differ are not priced: give one number"):
+        make_problem(qwen, **of_lengths, batching="padded", images="1:1,2:1", image_tokens=100)
+    with pytest.raises(InputError, match="is priced without the work of vision_config in its config"):
+        make_problem(replace(qwen, encoder=None, left_out="work of vision_config"), **PLACE, images=2)
     with pytest.raises(InputError, match=r"finetuning\.saved_modules may contain"):
         FineTuning(rank=8, saved_modules=("visual",))
 

@@ -31,8 +31,13 @@ def with_encoder_options(
     if images is None and image_tokens is None and ranks is None:
         return model
     if encoder is None or model.cross_attention:
+        lacks = "has none"
+        if model.left_out:
+            lacks = f"is priced without the {model.left_out} in its config.json"
+        elif encoder is not None and encoder.embedding == "matrix":
+            lacks = "attends to one in every sample"
         raise InputError(
-            f"--images, --image-tokens and --encoder-ranks need a model with images, {model.name} has none: "
+            f"--images, --image-tokens and --encoder-ranks need a model with images, {model.name} {lacks}: "
             "leave them out"
         )
     if image_tokens is not None:

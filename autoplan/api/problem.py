@@ -196,8 +196,16 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     images = options.get("images")
     if images is not None and not isinstance(images, ImageCounts):
         images = load_images(str(images))
-    training = _training(seq_len, images, options)
-    loaded = load_model(model)
+    loaded = with_encoder_options(
+        load_model(model),
+        images=images,
+        image_tokens=options.get("image_tokens"),
+        encoder_len=options.get("encoder_len"),
+        ranks=options.get("encoder_ranks"),
+    )
+    encoder = loaded.any_encoder if loaded.stands_before_text else None
+    image_tokens = round(encoder.images * encoder.image_tokens) if encoder else 0
+    training = _training(seq_len, images, image_tokens, options)
     for name in ("expert_imbalance", "capacity_factor"):
         if loaded.moe is None and options.get(name) is not None:
             flag = name.replace("_", "-")
@@ -210,21 +218,20 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         framework = framework.preferring(f"attention={enum_value('--attention', AttentionKernel, kernel)}")
     reserve = options.get("reserve_memory", 0.0)
     return _Parts(
-        model=with_encoder_options(
-            loaded,
-            images=images,
-            image_tokens=options.get("image_tokens"),
-            encoder_len=options.get("encoder_len"),
-            ranks=options.get("encoder_ranks"),
-        ),
+        model=loaded,
         training=training,
         framework=framework,
         reserve_bytes=parse_memory(reserve, "--reserve-memory") if isinstance(reserve, str) else reserve,
     )
 
 
-def _training(seq_len: int | None, images: ImageCounts | None, options: ProblemOptions) -> TrainingSpec:
-    """Return the training that the options describe; they go before those of a whole `training` among them."""
+def _training(
+    seq_len: int | None, images: ImageCounts | None, image_tokens: int, options: ProblemOptions
+) -> TrainingSpec:
+    """Return the training that the options describe; they go before those of a whole `training` among them.
+
+    A sample has `image_tokens` beside its text.
+    """
     training, finetune = options.get("training"), options.get("finetune")
     table = asdict(training) if training else {}
     table |= {"seq_len": seq_len} if seq_len is not None else {}
@@ -242,7 +249,8 @@ def _training(seq_len: int | None, images: ImageCounts | None, options: ProblemO
     if tuning is not None:
         table["finetuning"] = asdict(tuning)
     if (lengths := options.get("lengths")) is not None:
-        table["lengths"] = asdict(lengths if isinstance(lengths, Lengths) else load_lengths(str(lengths)))
+        read = lengths if isinstance(lengths, Lengths) else load_lengths(str(lengths), image_tokens)
+        table["lengths"] = asdict(read)
     if images is not None and len(images.histogram) > 1:
         table["images"] = asdict(images)
     for name in ("document_len", "expert_imbalance", "capacity_factor", "batching"):

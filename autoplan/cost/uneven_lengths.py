@@ -20,7 +20,7 @@ from autoplan.cost.block_cost import BlockCost
 from autoplan.cost.dynamic_cp import chooses_degrees, least_degree, num_samples
 from autoplan.cost.dynamic_schedule import drawn_rounds, idle_share
 from autoplan.cost.kernels.sequences import Kinds, cut_samples, longest_of, packs_of
-from autoplan.spec.blocks import Block
+from autoplan.spec.blocks import ENCODER_BLOCKS, Block
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.lengths import Batching, Lengths
 from autoplan.spec.plan import PlanBatch
@@ -184,8 +184,10 @@ def varying_s(
 ) -> Varying:
     """Varying time of a micro-batch: of `count` blocks, of which `repeated` are recomputed, and of the head.
 
-    Windows are assumed to be shorter than most samples, so windowed attention is proportional to tokens.
+    Windows are assumed to be shorter than most samples, so windowed attention is proportional to tokens.  All samples
+    have as much for an encoder, whose blocks do not vary.
     """
+    count = {block: number for block, number in count.items() if block not in ENCODER_BLOCKS.values()}
     squares_s = np.zeros_like(head_s)
     if (kind := Block.ATTENTION) in costs:
         again = repeated[kind] + count[kind] * problem.training.runs_reference

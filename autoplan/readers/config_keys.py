@@ -112,6 +112,10 @@ class Keys:
             raise InputError(f"{key} is null: {self.kind} models with a window need it")
         return int(value)
 
+    def sized(self, expression: str) -> Any:
+        """Return the value of an expression of keys and class defaults; `ABSENT` if a key has none."""
+        return computed(expression, int, self.assumed)
+
     def number(self, expression: str) -> int:
         """Evaluate an expression of keys and numbers; true counts as 1."""
         for look_up in (self.get, self.assumed):

@@ -69,7 +69,7 @@ def windows(keys: Keys, sizes: dict[str, Any]) -> dict[str, Any]:
         "switch" in rule and typed(rule["switch"], keys.assumed(rule["switch"]), bool) is not True
     ):
         return {}
-    size = typed(rule["size"], keys.assumed(rule["size"]), int) if rule.get("size") else 0
+    size = keys.sized(rule["size"]) if rule.get("size") else 0
     if size is ABSENT or not num_layers:
         return {}
     symbols = _named_kinds(keys, size, sizes) if keys.get("layer_types") not in (ABSENT, None) else []
@@ -111,7 +111,7 @@ def _full_layers(keys: Keys, rule: dict[str, Any], num_layers: int) -> list[bool
             raise InputError(f"{rule['full_layers']} must be a list of layer numbers, got {show(numbers)}")
         return sees_all
     if "first" in rule:
-        first = keys.count(rule["first"])
+        first = keys.number(rule["first"])
         return [at < first for at in range(num_layers)]
     interval = rule.get("full_every", 0)
     interval = keys.count(interval) if isinstance(interval, str) else interval

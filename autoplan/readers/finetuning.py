@@ -18,6 +18,7 @@ from autoplan.spec.finetuning import (
     QUANTIZED_BYTES,
     FineTuning,
     Quantization,
+    names_in,
 )
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 from autoplan.spec.preference import LOSSES, Preference, what_several_models_need
@@ -231,7 +232,7 @@ def _list(value: Any, where: str) -> list[str] | None:
     if value is None or value == []:
         return None
     if isinstance(value, str):
-        return list(_names(value))
+        return list(names_in(value) or _names(value))
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise InputError(f"{where}: must be a list of names of modules")
     return value

@@ -17,7 +17,9 @@ from autoplan.readers.vision import AROUND, Sizes, described
 from autoplan.spec.model import ModelSpec
 
 _SYMBOL_OF = {"moe": "E", "mamba": "M", "ffn_size": "-"}  # read only if the layer pattern has the symbol
-_ENCODERS = ("vision_config", "audio_config", "encoder_config")
+_IMAGES = "vision_config"
+_ENCODERS = (_IMAGES, "audio_config", "encoder_config")
+_OF_LAYERS = ("window", "full_attention_interval", "has_head")  # fields of Around that are none of Encoder
 _TEXT = "ForCausalLM"  # suffix of classes without an encoder
 _PAIRS = ("ForConditionalGeneration", "ForTextToText", "MTModel", "WithLMHeadModel", "EncoderDecoderModel")
 
@@ -98,13 +100,15 @@ def _encoder(table: dict[str, Any], text: dict[str, Any]) -> dict[str, Any] | No
 
     If there is one of each, samples are priced with images only; the sound encoder counts with its weights.
     """
-    given = [table[key] for key in _ENCODERS if table.get(key)]
+    given = {key: table[key] for key in _ENCODERS if table.get(key)}
     if not given or _is_text_alone(table):
         return None
-    read = [_encoder_of(table, config, text, is_alone=len(given) == 1) for config in given]
+    read = [_encoder_of(table, config, text, is_alone=len(given) == 1) for config in given.values()]
     if any(encoder is None for encoder in read):
         return None
     first, *others = [encoder for encoder in read if encoder]
+    if _IMAGES not in given:
+        first["sound"] = True
     first["num_other_parameters"] += sum(_num_parameters(other, text) for other in others)
     return first
 
@@ -137,6 +141,9 @@ def _encoder_of(table: dict[str, Any], config: Any, text: dict[str, Any], *, is_
     except InputError:  # published files may leave sizes to class defaults: the encoder is ignored then
         return None
     beside = around._asdict()
+    if beside.pop("has_head"):
+        keys_and_values = {"block": "ends", "matrices": [(sizes.hidden, 2 * sizes.hidden)]}
+        fields["additions"] = [*fields.get("additions", ()), keys_and_values]
     more = {"name": kind, "vocab_size": beside.pop("patch_numbers"), "bidirectional": True, "tied_embeddings": True}
     more |= {field: value for field in ("window", "full_attention_interval") if (value := beside.pop(field))}
     return {"layers": fields | more, **beside}
@@ -158,7 +165,7 @@ def _source_encoder(table: dict[str, Any], kind: str) -> dict[str, Any]:
     if "around" in keys.rules:
         around |= {"embedding": "matrix", **described(keys)._asdict()}
         fields["vocab_size"] = around.pop("patch_numbers")
-        around = {name: value for name, value in around.items() if name not in ("window", "full_attention_interval")}
+        around = {name: value for name, value in around.items() if name not in _OF_LAYERS}
     layers = {**fields, "name": kind, "bidirectional": True, "cross_attention": False}
     if any(kind in rules["in"] for rules in key_table()["encoder_types"].values()):
         if (images := _encoder({**keys.config, "model_type": kind}, layers)) is None:
@@ -287,11 +294,13 @@ def _additions(keys: Keys) -> list[dict[str, Any]]:
         if "when" in parts and keys.assumed(parts["when"]) is not True:
             continue
         sizes = [keys.sizes(text) for text in parts.get("matrices", ())]
+        products = [keys.sizes(text) for text in parts.get("products", ())]
+        weightless = sum(inputs * outputs for inputs, outputs in products)
         result += [
             {
                 "block": block,
-                "matrices": [pair for pair in sizes if all(pair)],
-                "num_parameters": keys.number(parts.get("parameters", "0")),
+                "matrices": [pair for pair in (*sizes, *products) if all(pair)],
+                "num_parameters": keys.number(parts.get("parameters", "0")) - weightless,
                 "score_width": keys.number(parts.get("scores", "0")),
             }
             for block in parts.get("blocks", name).split()

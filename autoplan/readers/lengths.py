@@ -31,12 +31,12 @@ _PAIRS = re.compile(r"\s*[0-9][0-9kKmM]*(:[0-9]+[kKmM]?)?(\s*,\s*[0-9][0-9kKmM]*
 _NO_TEXT = ("id", "role", "from", "source", "category", "label", "score", "meta", "metadata", "image", "images")
 
 
-def load_lengths(text: str) -> Lengths:
+def load_lengths(text: str, image_tokens: int = 0) -> Lengths:
     """Return the lengths described by a text: TOKENS:SAMPLES,... such as "1k:56,64k:1", or the path of a file.
 
     A .jsonl file has one sample per line, whose tokens are the number under num_tokens or length, the size of
-    input_ids, or an estimate from the bytes of its texts (prompts, completions, messages).  Any other file is a
-    histogram, with tokens and samples in each line.
+    input_ids, or an estimate from the bytes of its texts (prompts, completions, messages) with the `image_tokens` of
+    its images.  Any other file is a histogram, with tokens and samples in each line.
     """
     path = Path(text)
     if _PAIRS.fullmatch(text):
@@ -47,7 +47,7 @@ def load_lengths(text: str) -> Lengths:
             "or the path of a histogram or a JSONL of samples"
         )
     if path.suffix in (".jsonl", ".ndjson"):
-        return _of_samples(path)
+        return _of_samples(path, image_tokens)
     if path.suffix == ".json":
         raise InputError(f"--lengths {path}: a JSON file is not read: write a sample in each line of a .jsonl")
     return _binned(_of_histogram(path), path.name)
@@ -79,7 +79,7 @@ def _of_histogram(path: Path) -> Counter[int]:
     return counts
 
 
-def _of_samples(path: Path) -> Lengths:
+def _of_samples(path: Path, image_tokens: int) -> Lengths:
     """Return the lengths of the samples in a JSONL file of any size."""
     import msgspec
 
@@ -94,12 +94,13 @@ def _of_samples(path: Path) -> Lengths:
                 for sequence in _sequences_of(decoder.decode(line.removeprefix(BOM_UTF8))):
                     tokens, by_text = _tokens_of(sequence, f"{path}: line {number}")
                     is_estimated |= by_text
-                    counts[tokens] += 1
+                    counts[tokens + image_tokens * by_text] += 1
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
     except msgspec.DecodeError as error:
         raise InputError(f"{path}: line {number}: not valid JSON: {error}") from None
-    return _binned(counts, f"{path.name}, {BYTES_PER_TOKEN} bytes a token" if is_estimated else path.name)
+    images = f" beside {image_tokens:,} of images" * bool(image_tokens)
+    return _binned(counts, f"{path.name}, {BYTES_PER_TOKEN} bytes a token{images}" if is_estimated else path.name)
 
 
 def _sequences_of(sample: Any) -> Iterator[Any]:

@@ -22,7 +22,7 @@ class Around(NamedTuple):
     """Parts of an encoder around its layers: the fields of `Encoder`, and the numbers in a patch.
 
     If some layers only attend within blocks of patches, `window` is the number of patches in a block, and one layer in
-    `full_attention_interval` attends to all patches.
+    `full_attention_interval` attends to all patches.  With `has_head` SigLIP's pooling head reads all of them.
     """
 
     patch_numbers: int
@@ -32,6 +32,7 @@ class Around(NamedTuple):
     num_other_parameters: int
     window: int | None = None
     full_attention_interval: int = 0
+    has_head: bool = False
 
 
 class Sizes(NamedTuple):
@@ -62,11 +63,18 @@ def _grid(config: dict[str, Any], patch: int, image: int = 224) -> tuple[int, in
     return along**2, _count(config, "num_channels", 3) * side**2
 
 
-def _pooling_head(config: dict[str, Any], sizes: Sizes) -> int:
-    """Return the elements of SigLIP's pooling head, if it has one: a learned query, attention, a norm and an MLP."""
+def _has_head(config: dict[str, Any]) -> bool:
+    """Return whether SigLIP has its pooling head."""
+    return bool(config.get("vision_use_head", True)) and config["model_type"] != "clip_vision_model"
+
+
+def _pooled(sizes: Sizes) -> int:
+    """Return the elements of SigLIP's pooling head but those of keys and values, which alone read the patches.
+
+    They are a learned query, attention, a norm and an MLP.
+    """
     hidden, ffn = sizes.hidden, sizes.ffn
-    head = hidden + 4 * (hidden + 1) * hidden + 2 * hidden + 2 * hidden * ffn + ffn + hidden
-    return head * bool(config.get("vision_use_head", True))
+    return hidden + 2 * hidden**2 + 4 * hidden + 2 * hidden + 2 * hidden * ffn + ffn + hidden
 
 
 def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, patch: int) -> Around:
@@ -76,29 +84,31 @@ def _vit(table: dict[str, Any], config: dict[str, Any], sizes: Sizes, *, patch: 
     is_clip = config["model_type"] == "clip_vision_model"
     positions = patches + is_clip
     beside = (positions + 1) * hidden  # a class token, or the bias
-    if not is_clip:
-        beside += _pooling_head(config, sizes)
+    has_head = _has_head(config)
+    beside += _pooled(sizes) * has_head
     kind, tokens = table["model_type"], patches
     if kind in ("gemma3", "shieldgemma2", "t5gemma2"):
         tokens = _count(table, "mm_tokens_per_image", 256)
-        return Around(numbers, positions, tokens, ((hidden, text),), beside + hidden)
+        return Around(numbers, positions, tokens, ((hidden, text),), beside + hidden, has_head=has_head)
     if kind in ("modernvbert", "ultravbert"):  # the projector reads squares of patches
         merged = _count(table, "pixel_shuffle_factor", 4) ** 2
         beside += text * (kind == "ultravbert")  # a norm
-        return Around(numbers, positions, max(patches // merged, 1), ((merged * hidden, text),), beside)
+        projector: tuple[tuple[int, int], ...] = ((merged * hidden, text),)
+        return Around(numbers, positions, max(patches // merged, 1), projector, beside, has_head=has_head)
     if kind == "paligemma":
-        return Around(numbers, positions, tokens, ((hidden, text),), beside + text)
+        return Around(numbers, positions, tokens, ((hidden, text),), beside + text, has_head=has_head)
     if kind == "cohere2_vision":  # a gate between the two matrices, over squares of patches
         merged, wide = _count(table, "downsample_factor", 2) ** 2, _count(table, "alignment_intermediate_size", 36864)
         projector = ((merged * hidden, wide), (wide // 2, text))
-        return Around(numbers, positions, patches // merged, projector, beside + wide + text)
+        return Around(numbers, positions, patches // merged, projector, beside + wide + text, has_head=has_head)
     biases = 2 * text * (table.get("multimodal_projector_bias", True) is True)
     if kind == "vipllava":  # features of several layers, with a norm
         layers = table.get("vision_feature_layer", [-2, -5, -8, -11, 6])
         wide = hidden * (len(layers) if isinstance(layers, list) else 1)
         return Around(numbers, positions, tokens, ((wide, text), (text, text)), beside + biases + 2 * wide)
     newline = text * (kind not in ("llava", "deepseek_vl"))
-    return Around(numbers, positions, tokens, ((hidden, text), (text, text)), beside + biases + newline)
+    projector = ((hidden, text), (text, text))
+    return Around(numbers, positions, tokens, projector, beside + biases + newline, has_head=has_head)
 
 
 def _clip(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:
@@ -214,8 +224,10 @@ def _lfm2(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around
     )
     merged, wide = _count(table, "downsample_factor", 2) ** 2, _count(table, "projector_hidden_size", 2560)
     square = merged * sizes.hidden
-    beside = (patches + 1) * sizes.hidden + _pooling_head(config, sizes) + 2 * square + wide + sizes.text
-    return Around(numbers, patches, max(patches // merged, 1), ((square, wide), (wide, sizes.text)), beside)
+    has_head = _has_head(config)
+    beside = (patches + 1) * sizes.hidden + _pooled(sizes) * has_head + 2 * square + wide + sizes.text
+    projector = ((square, wide), (wide, sizes.text))
+    return Around(numbers, patches, max(patches // merged, 1), projector, beside, has_head=has_head)
 
 
 def _kimi(table: dict[str, Any], config: dict[str, Any], sizes: Sizes) -> Around:

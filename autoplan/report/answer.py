@@ -144,7 +144,8 @@ def lengths_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
     learnt = useful(training)
     computed = float(np.max(tokens_per_sample(training, np.array([best.plan.micro_batch]))))
     words = [f"{learnt.samples:,.1f} samples per sequence"] if learnt.samples != 1 else []
-    words.append(f"{format_percent(1.0 - learnt.tokens / computed)} padding")
+    padding = max(1.0 - learnt.tokens / computed, 0.0)  # which rounding may leave below
+    words.append(f"{format_percent(padding)} padding")
     idle = best.terms_s.get("uneven_lengths", 0.0) / best.step_s
     waiting = f"ranks wait for longer samples for {format_percent(idle)} of the step"
     yield "", f"{training.batching}: {', '.join(words)}; {waiting}"

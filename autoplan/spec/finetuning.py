@@ -8,7 +8,8 @@ frozen matrix says so and an adapter is two matrices of its own.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -99,6 +100,11 @@ _ALIASES = {
 }
 # Pattern of the modules beside the text model in transformers' models with images, which have one of these words.
 BESIDE_TEXT = r".*(vision|visual|image|audio|projector|connector|qformer|aligner|abstractor).*"
+# A pattern of modules of the text model alone, as `text_pattern` and axolotl's examples write it; of its names the last
+# part is common.
+_TEXT_PATTERN = re.compile(
+    rf"({re.escape(f'(?!{BESIDE_TEXT})')}|[\w.]*language_model\b).*\((?P<names>\w+(\|\w+)*)\)(?P<end>\w*)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,6 +211,17 @@ class FineTuning:
         if self.saved_modules:
             words.append(f"{' and '.join(self.saved_modules)} trained")
         return ", ".join(words)
+
+
+def text_pattern(targets: Iterable[str]) -> str:
+    """Return a pattern, for PEFT's `target_modules`, of the modules of these names in the text model."""
+    return rf"(?!{BESIDE_TEXT}).*\.({'|'.join(targets)})"
+
+
+def names_in(pattern: str) -> tuple[str, ...]:
+    """Return the names of modules in a pattern of modules of the text model; empty for any other text."""
+    found = _TEXT_PATTERN.fullmatch(pattern)
+    return tuple(f"{name}{found['end']}" for name in found["names"].split("|")) if found else ()
 
 
 def _last_part(name: str) -> str:

@@ -37,6 +37,7 @@ class Encoder:
     projector: tuple[tuple[int, int], ...] = ()  # (inputs, outputs) of the matrices between, on every image token
     num_other_parameters: int = 0  # positions, class tokens; norms and biases of projector and embedding
     images: float = 1.0  # in a sample, or their mean
+    sound: bool = False  # the images are pieces of sound
 
     def __post_init__(self) -> None:
         check_count("encoder.patches", self.patches, at_least=0, at_most=MAX_SIZE)
@@ -300,7 +301,7 @@ class ModelSpec:
             "short convolutions": self.short_conv_kernel > 0,
             "low-rank time steps of Mamba": self.mamba is not None and self.mamba.dt_rank > 0,
             "two attention streams": self.attention_streams > 1,
-            "an encoder": self.any_encoder is not None,
+            "an encoder (plan with --framework transformers)": self.any_encoder is not None,
             "matrices of blocks": self.matrix_groups > 1,
             "matrices of low rank": self.low_rank > 0,
             "heads of another size in layers with a window": self.window_attention is not None,
@@ -313,6 +314,11 @@ class ModelSpec:
     def any_encoder(self) -> Encoder | None:
         """The encoder, on whichever ranks."""
         return self.encoder_apart.encoder if self.encoder_apart else self.encoder
+
+    @property
+    def stands_before_text(self) -> bool:
+        """Whether an encoder makes tokens for a text model, of images or sound."""
+        return self.any_encoder is not None and not self.cross_attention
 
     @property
     def writes_out_norms(self) -> bool:

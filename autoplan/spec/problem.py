@@ -98,8 +98,7 @@ class Problem:
             )
         images = encoder.images if training.images is None else training.images.most
         if training.lengths is not None:
-            part = "encoder" if self.model.cross_attention else "images"
-            raise InputError(f"variable lengths are not priced with the {part} of {self.model.name}: leave them out")
+            self._check_lengths(encoder)
         layers, positions = encoder.layers, int(encoder.positions(training.seq_len))
         if self.model.cross_attention and layers.position_embedding == "learned" and positions > layers.max_positions:
             raise InputError(
@@ -111,6 +110,19 @@ class Problem:
                 f"seq_len {training.seq_len} has no room for {images:g} x {encoder.image_tokens} = {round(tokens)} "
                 f"tokens of images of {self.model.name}: raise it or lower --images"
             )
+
+    def _check_lengths(self, encoder: Encoder) -> None:
+        """Check that samples of unlike lengths go with an encoder: one to a sequence, all with as many positions."""
+        training, name = self.training, self.model.name
+        if training.images is not None:
+            raise InputError("--lengths beside --images that differ are not priced: give one number of images")
+        if training.batching in ("packed", "joined"):
+            raise InputError(
+                f"samples of {name}, which has an encoder, are priced one to a sequence, not {training.batching}: "
+                "pass --batching padded, full or unpadded"
+            )
+        if not encoder.patches:
+            raise InputError(f"--lengths are those of the decoder of {name}: pass --encoder-len for its encoder")
 
     @property
     def machine_spread(self) -> float:

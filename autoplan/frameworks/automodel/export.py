@@ -304,7 +304,10 @@ def _check(plan_file: PlanFile) -> None:
         (plan_file.best.plan.attention != "flash", f"attention {plan_file.best.plan.attention!r}: plan with flash"),
         (model.cross_attention, "cross attention: its program trains models of one stack"),
         (model.bidirectional, "bidirectional attention: its program trains causal models"),
-        (model.any_encoder is not None, "an image encoder: give only its text model"),
+        (  # whose layers are transformers' own in most of its recipes (recipes/vlm/finetune.py)
+            model.any_encoder is not None,
+            "an image encoder, whose model runs other layers than are priced here: plan with --framework transformers",
+        ),
         (training.fused_norm is False, "fused_norm = false: the norms are Transformer Engine's, leave it out"),
         (
             model.mla is not None and model.num_mtp_layers > 0,

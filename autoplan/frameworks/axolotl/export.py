@@ -25,6 +25,7 @@ from autoplan.frameworks.hf_trainer.options import ACCUMULATION, MICRO_BATCH, RE
 from autoplan.frameworks.hf_trainer.write import (
     IN_16_BITS,
     adapters_of,
+    all_linear_of_text,
     batching_of,
     written_fsdp,
     written_precision,
@@ -32,8 +33,9 @@ from autoplan.frameworks.hf_trainer.write import (
 )
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import AttentionKernel, MainWeights, Sharding
-from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning, text_pattern
 from autoplan.spec.lengths import Batching
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.preference import Preference
@@ -47,15 +49,21 @@ _DATASETS = {
     "dpo": {"path": "Intel/orca_dpo_pairs", "type": "chatml.intel", "split": "train"},
     "reward": {"path": "argilla/distilabel-intel-orca-dpo-pairs", "type": "bradley_terry.chat_template"},
 }
+# Of samples with images (docs/multimodal.qmd).
+_OF_IMAGES = {"path": "HuggingFaceH4/llava-instruct-mix-vsft", "type": "chat_template", "split": "train"}
+_WITH_IMAGES = {"processor_type": "AutoProcessor", "skip_prepare_dataset": True, "remove_unused_columns": False}
 
 
 def _table(plan_file: PlanFile) -> dict[str, Any]:
     plan, training = plan_file.best.plan, plan_file.training
     arguments = written((MICRO_BATCH, ACCUMULATION, RECOMPUTE), plan_file)
     tuning = adapters_of(training)
+    has_images = plan_file.model.stands_before_text
+    dataset = _DATASETS[training.preference.loss if training.preference else None]
     return {
         "base_model": hub_name(plan_file.model),
-        "datasets": [_DATASETS[training.preference.loss if training.preference else None]],
+        **(_WITH_IMAGES if has_images else {}),
+        "datasets": [_OF_IMAGES if has_images else dataset],
         **(_preference(training.preference) if training.preference else {}),
         LENGTH: training.seq_len,
         **BATCHINGS[_batching(plan_file)],
@@ -73,7 +81,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
         NAMES["optim"]: OPTIMIZER_WORDS[training.optimizer],
         "lr_scheduler": "cosine",
         "learning_rate": 2e-4 if tuning else 2e-5,
-        **(_adapters(tuning) if tuning else {}),
+        **(_adapters(tuning, plan_file.model) if tuning else {}),
         **(_sharding(plan_file) if is_sharded(plan) else {}),
         "output_dir": "./outputs",
     }
@@ -83,6 +91,7 @@ def _batching(plan_file: PlanFile) -> Batching:
     """Return how samples form sequences: as planned; if all sequences have one length, in any supported way."""
     training, plan = plan_file.training, plan_file.best.plan
     is_free = training.lengths is None and training.document_len is None and training.preference is None
+    is_free = is_free and not plan_file.model.stands_before_text
     splits_packs = plan.cp > 1 and plan.micro_batch > 1
     return "full" if is_free and (plan.attention not in SKIPS or splits_packs) else batching_of(plan_file)
 
@@ -93,9 +102,11 @@ def _preference(preference: Preference) -> dict[str, Any]:
     return {"rl": "dpo", "precompute_ref_log_probs": preference.reference == "none"}
 
 
-def _adapters(finetuning: FineTuning) -> dict[str, Any]:
+def _adapters(finetuning: FineTuning, model: ModelSpec) -> dict[str, Any]:
     """Return the adapter settings (utils/schemas/peft.py); axolotl's own LoRA kernels are not modelled, so off."""
-    targets = [name for name in finetuning.targets if name != ALL_LINEAR]
+    targets: list[str] | str = [name for name in finetuning.targets if name != ALL_LINEAR]
+    if model.stands_before_text:
+        targets = text_pattern(targets)
     in_4bit = finetuning.quantization == "nf4-dq"
     settings = {
         "adapter": "qlora" if in_4bit else "lora",
@@ -167,8 +178,10 @@ LIMITS = (
 )
 
 
-def _refusals(training: TrainingSpec) -> Iterator[tuple[bool, str]]:
+def _refusals(training: TrainingSpec, model: ModelSpec) -> Iterator[tuple[bool, str]]:
     preference = training.preference
+    yield model.stands_before_text and preference is not None, "preferences of samples with images"
+    yield all_linear_of_text(training, model)
     yield (
         adapters_of(training) is not None and preference is not None and preference.reference == "copy",
         "a copy as the reference of adapters: plan with reference base",

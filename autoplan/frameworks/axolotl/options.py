@@ -55,5 +55,5 @@ COSTLESS = (
         "chat_template",
     ),
     *("save_safetensors", "cosine_min_lr_ratio", "cosine_constant_lr_ratio", "torchao_quantization", "weight_decay"),
-    *("roles_to_train", "default_system_message", "loraplus_lr_ratio", "processor_type"),
+    *("roles_to_train", "default_system_message", "loraplus_lr_ratio", "processor_type", "skip_prepare_dataset"),
 )

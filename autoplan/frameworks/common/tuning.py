@@ -89,7 +89,7 @@ def _adapters(finetuning: FineTuning, model: ModelSpec) -> dict[str, Any]:
         "lora_alpha": finetuning.alpha,
         "lora_dropout": finetuning.dropout,
         "target_modules": ALL_LINEAR if targets == [ALL_LINEAR] else targets,
-        "exclude_modules": BESIDE_TEXT if model.any_encoder and not model.cross_attention else None,
+        "exclude_modules": BESIDE_TEXT if model.stands_before_text else None,
         "use_dora": finetuning.dora,
         "modules_to_save": list(finetuning.saved_modules) or None,
         "bias": "none",

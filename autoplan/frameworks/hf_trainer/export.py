@@ -33,6 +33,7 @@ from autoplan.frameworks.hf_trainer.options import (
 )
 from autoplan.frameworks.hf_trainer.write import (
     adapters_of,
+    all_linear_of_text,
     batching_of,
     check_expressible,
     start_variables,
@@ -40,8 +41,9 @@ from autoplan.frameworks.hf_trainer.write import (
     written_precision,
 )
 from autoplan.spec.enums import ChunkedLoss
-from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning, text_pattern
 from autoplan.spec.lengths import Batching
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
 
@@ -53,12 +55,15 @@ _PROGRAMS = {
     "dpo": ("dpo", "trl-lib/ultrafeedback_binarized"),
     "reward": ("reward", "trl-lib/ultrafeedback_binarized"),
 }
+_OF_IMAGES = {None: "trl-lib/llava-instruct-mix", "dpo": "HuggingFaceH4/rlaif-v_formatted"}
 
 
 def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that runs a program of TRL (scripts/)."""
     _check(plan_file)
-    program, dataset = _PROGRAMS[_loss(plan_file.training)]
+    program, dataset = _PROGRAMS[loss := _loss(plan_file.training)]
+    if plan_file.model.stands_before_text:
+        dataset = _OF_IMAGES[loss]
     yours: dict[str, Value] = {
         "learning_rate": "2e-4" if adapters_of(plan_file.training) else "2e-5",
         "lr_scheduler_type": "cosine",
@@ -160,15 +165,15 @@ def _tuning(plan_file: PlanFile) -> list[dict[str, Value]]:
         sequences["precompute_ref_log_probs"] = True
     if (tuning := adapters_of(training)) is None:
         return [sequences]
-    return [sequences, *_adapters(tuning, training)]
+    return [sequences, *_adapters(tuning, training, plan_file.model)]
 
 
-def _adapters(tuning: FineTuning, training: TrainingSpec) -> list[dict[str, Value]]:
+def _adapters(tuning: FineTuning, training: TrainingSpec, model: ModelSpec) -> list[dict[str, Value]]:
     """Return the adapter arguments (trainer/model_config.py)."""
     rank = tuning.rank or 0
     tables: list[dict[str, Value]] = [
         {"use_peft": True, "lora_r": rank, "lora_alpha": tuning.alpha, "lora_dropout": tuning.dropout},
-        {"lora_target_modules": list(tuning.targets)},
+        {"lora_target_modules": [text_pattern(tuning.targets)] if model.stands_before_text else list(tuning.targets)},
         {"lora_modules_to_save": list(tuning.saved_modules)} if tuning.saved_modules else {},
         {"use_dora": True} if tuning.dora else {},
         {"lora_task_type": "SEQ_CLS"} if _loss(training) == "reward" else {},
@@ -195,7 +200,14 @@ def _check(plan_file: PlanFile) -> None:
     training = plan_file.training
     preference, batching = training.preference, batching_of(plan_file)
     takes_deepspeed = _takes_deepspeed(plan_file)
+    has_images = plan_file.model.stands_before_text
     refusals = (
+        (has_images and preference is not None and preference.loss == "reward", "a reward model of images"),
+        (
+            has_images and preference is not None and preference.reference == "none",
+            "reference none of preferences with images: plan with reference copy or base",
+        ),
+        all_linear_of_text(training, plan_file.model),
         (
             adapters_of(training) is not None and preference is not None and preference.reference == "copy",
             "a copy as the reference of adapters: plan with reference base",

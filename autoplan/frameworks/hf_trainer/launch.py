@@ -35,7 +35,7 @@ from autoplan.frameworks.hf_trainer.options import (
 )
 from autoplan.readers.model import find_preset
 from autoplan.spec.enums import AttentionKernel, ChunkedLoss, MainWeights, Offload, Precision, Recompute, Sharding
-from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.finetuning import ALL_LINEAR, ENCODER, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OptimizerName
@@ -86,6 +86,7 @@ class Program:
     chunked_loss: ChunkedLoss = ChunkedLoss.NONE
     attention: AttentionKernel | None = None  # None: by the Trainer's arguments
     takes_last_precision: bool = False  # if both bf16 and fp16 are on, which the Trainer refuses
+    freezes_encoder: bool = False  # what stands before a text model, where all else is trained
 
 
 def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
@@ -130,15 +131,17 @@ def training_of(
         # PEFT adapts modules; experts of gpt-oss, and of all models from transformers 5 on, are plain parameters.
         why = "adapters on the experts are priced too; experts that are no linear modules get none"
         options.remarks.append(Unread(option="adapters", value=ALL_LINEAR, why=why))
-    training = TrainingSpec(
+    finetuning = program.finetuning
+    if finetuning is None and program.freezes_encoder and context.model and context.model.stands_before_text:
+        finetuning = FineTuning(frozen=(ENCODER,))
+    return TrainingSpec(
         seq_len=seq_len,
         batching=program.batching,
         preference=program.preference,
         precision=precision,
         optimizer=program.optimizer or read_optimizer(options),
-        finetuning=program.finetuning,
+        finetuning=finetuning,
     )
-    return training
 
 
 def precision_of(options: Options, program: Program, context: LaunchContext) -> Precision:

@@ -18,8 +18,9 @@ from autoplan.frameworks.common.tuning import ADAPTERS_IN_FP32
 from autoplan.frameworks.hf_trainer.options import KERNELS, PRECISIONS, SKIPS
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import Precision, Sharding
-from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import Batching
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
@@ -106,9 +107,10 @@ def yaml_target(
     table: Callable[[PlanFile], Mapping[str, Any]],
     limits: tuple[Rule, ...],
     batchings: Iterable[Batching],
-    refusals: Callable[[TrainingSpec], Iterable[tuple[bool, str]]],
+    refusals: Callable[[TrainingSpec, ModelSpec], Iterable[tuple[bool, str]]],
     refused_tuning: Callable[[FineTuning], str],
     optimizers: Iterable[OptimizerName],
+    takes_sound: bool = False,
 ) -> Target:
     """Return the target of a program that reads renamed Trainer arguments from the YAML file `name`.
 
@@ -117,7 +119,8 @@ def yaml_target(
     file_name, remark = f"{name.replace('-', '_')}.yaml", f"Yours to set: {yours}"
 
     def job(plan_file: PlanFile, version: str = "") -> Job:
-        check_expressible(plan_file, title, limits, batchings, refusals(plan_file.training))
+        more = refusals(plan_file.training, plan_file.model)
+        check_expressible(plan_file, title, limits, batchings, more, takes_sound=takes_sound)
         behind = f'"$HERE/{file_name}" {words}'
         return yaml_job(title, program, behind, file_name, plan_file, table(plan_file), [remark])
 
@@ -129,6 +132,15 @@ def yaml_target(
         limits=limits,
         refused_tuning=refused_tuning,
         optimizers=tuple(optimizers),
+    )
+
+
+def all_linear_of_text(training: TrainingSpec, model: ModelSpec) -> tuple[bool, str]:
+    """Return the refusal of adapters on all linear layers in a program that would put them beside the text model."""
+    tuning = adapters_of(training)
+    return (
+        model.stands_before_text and tuning is not None and ALL_LINEAR in tuning.targets,
+        f"adapters on {ALL_LINEAR} of the text model alone: name them, such as q_proj,k_proj,v_proj,o_proj",
     )
 
 
@@ -147,6 +159,8 @@ def batching_of(plan_file: PlanFile) -> Batching:
         return "packed"
     if training.lengths is not None:
         return training.batching
+    if plan_file.model.stands_before_text:
+        return "padded"
     return "packed" if training.preference is None and plan_file.best.plan.attention in SKIPS else "padded"
 
 
@@ -164,12 +178,15 @@ def check_expressible(
     more: Iterable[tuple[bool, str]] = (),
     *,
     rules: tuple[Rule, ...] = RULES,
+    takes_sound: bool = False,
 ) -> None:
     """Raise an error for the first part of a plan or training that the program `title` does not support.
 
     `limits` are its rules in addition to `rules` (by default those of Accelerate), `batchings` its ways of forming
-    sequences, and `more` (whether it applies, reason) for the refusals of this program only.
+    sequences, and `more` (whether it applies, reason) for the refusals of this program only.  Samples with images are
+    padded (trl/trainer/sft_trainer.py:1016, axolotl docs/multimodal.qmd), those with sound where it `takes_sound`.
     """
+    encoder = plan_file.model.any_encoder
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     check_legal(rules, model, training, plan, f"{title} does not support the plan")
     check_limits(tuple(limits), model, training, plan, f"{title} cannot express")
@@ -182,9 +199,20 @@ def check_expressible(
             plan.attention not in SKIPS and batching_of(plan_file) in ("packed", "unpadded"),
             f"attention {plan.attention!r} of samples without padding: plan with {' or '.join(map(repr, SKIPS))}",
         ),
-        (model.cross_attention, "cross attention: its program trains models of one stack"),
-        (model.bidirectional, "bidirectional attention: its program trains causal models"),
-        (model.any_encoder is not None, "an image encoder: give only its text model"),
+        (
+            model.cross_attention,
+            "cross attention: its program trains models of one stack, export for accelerate or deepspeed",
+        ),
+        (
+            model.bidirectional,
+            "bidirectional attention: its program trains causal models, export for accelerate or deepspeed",
+        ),
+        (model.encoder_apart is not None, "an encoder on ranks of its own: plan without --encoder-ranks"),
+        (encoder is not None and encoder.sound and not takes_sound, "an encoder of sound: give only its text model"),
+        (
+            model.stands_before_text and batching_of(plan_file) != "padded",
+            f"batching {batching_of(plan_file)} of samples with images: plan with padded",
+        ),
         (training.fused_norm is True, "fused_norm = true: the norms are those of transformers, leave it out"),
         (
             training.lengths is not None and training.batching not in batchings,

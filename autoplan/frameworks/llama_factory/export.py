@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from autoplan.frameworks.accelerate.export import is_sharded, loads_bf16
@@ -21,6 +22,7 @@ from autoplan.frameworks.hf_trainer.write import (
 )
 from autoplan.frameworks.llama_factory.options import (
     BATCHINGS,
+    FREEZES,
     KERNEL_WORDS,
     LENGTH,
     NO_RECOMPUTE,
@@ -29,23 +31,33 @@ from autoplan.frameworks.llama_factory.options import (
 )
 from autoplan.readers.model import hub_name
 from autoplan.spec.enums import ChunkedLoss, Offload, Sharding
-from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
+from autoplan.spec.finetuning import ALL_LINEAR, ENCODER, FineTuning
+from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.training import TrainingSpec
 
-# Stage and dataset from its examples by objective: the next token, which answer is better, a score.
-_STAGES = {None: ("sft", "alpaca_en_demo"), "dpo": ("dpo", "dpo_en_demo"), "reward": ("rm", "dpo_en_demo")}
+# Stage from its examples by objective (the next token, which answer is better, a score), and datasets of text, images
+# and sound.
+_STAGES = {
+    None: ("sft", "alpaca_en_demo", "mllm_demo", "mllm_audio_demo"),
+    "dpo": ("dpo", "dpo_en_demo", "rlhf_v", ""),
+    "reward": ("rm", "dpo_en_demo", "rlhf_v", ""),
+}
 
 
 def _table(plan_file: PlanFile) -> dict[str, Any]:
     plan, training = plan_file.best.plan, plan_file.training
-    stage, dataset = _STAGES[training.preference.loss if training.preference else None]
+    stage, *datasets = _STAGES[training.preference.loss if training.preference else None]
+    encoder = plan_file.model.any_encoder
+    dataset = datasets[0 if encoder is None else 2 if encoder.sound else 1]
     tuning = adapters_of(training)
+    freezes = training.finetuning is not None and not training.finetuning.trains(ENCODER)
     return {
         "model_name_or_path": hub_name(plan_file.model),
         "stage": stage,
         "do_train": True,
         **(_adapters(tuning) if tuning else {"finetuning_type": "full"}),
+        **(dict.fromkeys(FREEZES, freezes) if encoder else {}),
         "dataset": dataset,
         "dataset_dir": "REMOTE:llamafactory/demo_data",
         LENGTH: training.seq_len,
@@ -92,12 +104,21 @@ def _sharding(plan_file: PlanFile) -> dict[str, Any]:
     return {"fsdp": " ".join(words), "fsdp_config": section, "use_reentrant_gc": False}
 
 
-def _refusals(training: TrainingSpec) -> Iterator[tuple[bool, str]]:
+def _refusals(training: TrainingSpec, model: ModelSpec) -> Iterator[tuple[bool, str]]:
+    yield (
+        training.preference is not None and model.any_encoder is not None and model.any_encoder.sound,
+        "preferences on sound, of which it has no data",
+    )
     preference, runs = training.preference, "copy" if adapters_of(training) is None else "base"
     yield (  # train/trainer_utils.py:136
         preference is not None and preference.loss == "dpo" and preference.reference != runs,
         f"a reference {preference and preference.reference}: plan with reference {runs}",
     )
+
+
+def _refused_tuning(finetuning: FineTuning) -> str:
+    """Describe what the YAML cannot express of a fine-tuning; what stands before the text model may be frozen."""
+    return refused_by_peft(replace(finetuning, frozen=tuple(end for end in finetuning.frozen if end != ENCODER)))
 
 
 _NO_PIECES = only(
@@ -116,6 +137,7 @@ TARGET = yaml_target(
     limits=(*LIMITS, _NO_PIECES, only("attention", *KERNEL_WORDS, why="plan with flash2")),
     batchings=BATCHINGS,
     refusals=_refusals,
-    refused_tuning=refused_by_peft,
+    refused_tuning=_refused_tuning,
+    takes_sound=True,
     optimizers=OPTIMIZER_SETTINGS,
 )

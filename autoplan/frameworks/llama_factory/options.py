@@ -9,6 +9,8 @@ from autoplan.spec.lengths import Batching
 from autoplan.spec.optimizers import OptimizerName
 
 LENGTH = "cutoff_len"
+# What stands before a text model, frozen by default (hparams/finetuning_args.py:546).
+FREEZES = ("freeze_vision_tower", "freeze_multi_modal_projector")
 PURE = "pure_bf16"  # weights are in bf16, adapters in fp32 as PEFT creates them (model/adapter.py:343)
 # Recomputation is on by default and ignores the Trainer's argument (model/model_utils/checkpointing.py).
 NO_RECOMPUTE = switch(

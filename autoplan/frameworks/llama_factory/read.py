@@ -13,7 +13,7 @@ from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on, plain_values
 from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
-from autoplan.frameworks.llama_factory.options import COSTLESS, LENGTH, NO_RECOMPUTE, PURE
+from autoplan.frameworks.llama_factory.options import COSTLESS, FREEZES, LENGTH, NO_RECOMPUTE, PURE
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
 from autoplan.readers.preference import OF_PREFERENCES, of_stage
 from autoplan.spec.enums import ChunkedLoss, Precision
@@ -85,6 +85,13 @@ def program_of(options: Options) -> Program:
             options.remark(key, "priced without it")
     if liger := is_on(options, "enable_liger_kernel"):
         options.remark("enable_liger_kernel", "its loss is priced; norms and activations as those of transformers")
+    if is_on(options, "freeze_language_model"):
+        raise InputError("freeze_language_model is not priced: the text model is trained, or has adapters")
+    frozen = [is_on(options, key) or not options.has(key) for key in FREEZES]
+    if finetuning.has_adapters and not all(frozen):
+        options.remark(FREEZES[0], "adapters in the text model alone are priced")
+    elif len(set(frozen)) > 1:
+        options.remark(FREEZES[1], "tower and projector are priced as the tower says")
     is_pure = is_on(options, PURE)
     if is_on(options, "fp8"):
         options.pass_over("fp8_backend", "fp8_enable_fsdp_float8_all_gather")
@@ -106,6 +113,7 @@ def program_of(options: Options) -> Program:
         chunked_loss=ChunkedLoss.LIGER if liger and preference is None else ChunkedLoss.NONE,
         autocasts=not is_pure or is_on(options, "bf16"),
         optimizer="muon" if is_on(options, "use_muon") else None,
+        freezes_encoder=frozen[0],
     )
 
 
