@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError, UnpricedError
+from autoplan.spec.axes import AXES
 from autoplan.spec.enums import ContextParallelKind, Offload, Precision, RankOrder, Recompute, Schedule, Sharding
 from autoplan.spec.plan import (
     ParallelPlan,
@@ -315,3 +318,13 @@ def test_distinct_plans_stand_for_those_that_share_their_axes() -> None:
     first, like = PlanBatch.of(some, LAYERS).distinct("tp", "sp")
     assert [some[at].tp for at in first] == [1, 2]
     assert like.tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_every_phrase_of_a_plan_is_in_the_glossary() -> None:
+    """README says that the glossary explains every term: also those of rare options."""
+    rows = (Path(__file__).parents[1] / "docs" / "glossary.md").read_text().splitlines()
+    terms = [term.strip(" `") for row in rows if row.startswith("| ") for term in row.split(" | ")[0][2:].split(", ")]
+    known = [re.compile(re.escape(term).replace(r"\.\.\.", ".+"), re.IGNORECASE) for term in terms]
+    phrases = {phrase for axis in AXES for phrase in axis.phrases.values() if phrase}
+    assert len(phrases) > 30
+    assert {phrase for phrase in phrases if not any(term.match(phrase) for term in known)} == set()
