@@ -34,7 +34,15 @@ _BITS = re.compile(r"(?<=[kMGTP])b(?:/s|ps)$")
 
 def has_unit(field: str) -> bool:
     """Return whether amounts of a field have a unit, by its suffix."""
-    return any(field.endswith(suffix) for suffix, _, _ in _UNITS)
+    return bool(_units_of(field)[1])
+
+
+def _units_of(field: str) -> tuple[str, dict[str, float]]:
+    """Return an example of an amount of a field, and what its units are worth in SI; none for plain numbers."""
+    for suffix, example, units in _UNITS:
+        if field.endswith(suffix):
+            return example, units
+    return "0.5", {}
 
 
 def parse_amount(text: str, key: str, field: str, bare_unit: float | None) -> float:
@@ -42,7 +50,7 @@ def parse_amount(text: str, key: str, field: str, bare_unit: float | None) -> fl
 
     A bare number is in `bare_unit`; without one it is an error, which names the `key` of the file.
     """
-    example, units = next(((text, units) for suffix, text, units in _UNITS if field.endswith(suffix)), ("0.5", {}))
+    example, units = _units_of(field)
     match = _AMOUNT.fullmatch(text.strip())
     unit = (_BITS.sub("bit/s", match[2]) if match and match[2] else "").lower()
     worth = units.get(unit) if unit else bare_unit

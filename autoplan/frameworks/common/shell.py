@@ -237,7 +237,10 @@ class _State:
                 self._exported |= {name[0] for token in tokens[1:] if (name := re.match(NAME, token.raw))}
             is_map = any(re.fullmatch(r"-\w*A\w*", token.raw) for token in tokens)
             for token in tokens:
-                self._set_entries(token) if is_map else self._set(token)
+                if is_map:
+                    self._set_entries(token)
+                else:
+                    self._set(token)
             return True
         at = 0
         while at < len(tokens) and (tokens[at].kind == "array" or self._is_set(tokens[at])):
