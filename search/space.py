@@ -18,7 +18,7 @@ from autoplan.search.layouts import searched_layouts
 from autoplan.search.limits import Limits, divisors
 from autoplan.spec.axes import AXIS, COLUMNS, SEARCHED
 from autoplan.spec.axis import Value
-from autoplan.spec.enums import Offload, Recompute, Sharding
+from autoplan.spec.enums import ContextParallelKind, Offload, Recompute, Sharding
 from autoplan.spec.plan import (
     ALL_LAYERS,
     ParallelPlan,
@@ -326,6 +326,8 @@ class Space:
         choices = []
         for axis in _GROUP_WORDS:
             values = self.limits.of(axis.name)
+            if axis.name == "cp_kind":
+                values = tuple(kind for kind in values if ContextParallelKind(kind).fits(cell.cp)) or values[:1]
             choices.append(values if axis.needs.are_met(cell, **parts) else values[:1])
         return _group_rows(self.limits, cell.dp, tuple(choices))
 

@@ -97,11 +97,8 @@ BATCH = 64
 DENSE, EXPERTS, LATENTS = "llama3-8b", "mixtral-8x7b", "deepseek-v2-lite"
 STAGES: Way = {"pp": 2}
 EXPERT_RANKS: Way = {"ep": 2}
-PROBLEM = {
-    "precision": "bf16",
-    "finetune": "",
-    "lengths": "",
-}  # what a way may say of the training, and what it is else
+# What a way may say of the problem, and what it is otherwise.
+PROBLEM = {"precision": "bf16", "finetune": "", "lengths": "", "cluster": "b200:2x4"}
 NOT_OVERLAPPED: Way = {"grad_reduce_overlap": False, "param_gather_overlap": False}
 # Of options whose values need others: for every value, what plans set that have it; the first legal one makes the trip.
 # An order of the nodes is in no launch file: the launcher is given them in it.
@@ -128,7 +125,10 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
         for word, chunks in ((word, 2 if word in ("interleaved", "zb-v", "dualpipe-v") else 1) for word in Schedule)
     },
     "layers_per_chunk": {"even": (STAGES,), "uneven": (STAGES | {"layers_per_chunk": [15, 17]},)},
-    "cp_kind": {word: ({"cp": 2, "cp_kind": word},) for word in ContextParallelKind},
+    "cp_kind": {
+        word: ({"cp": max(2 * word.inner, 2), "cp_kind": word} | ({"cluster": "b200:4x4"} if word.inner == 8 else {}),)
+        for word in ContextParallelKind
+    },
     "dynamic_cp": {"off": ({"cp": 2},), "on": ({"cp": 2, "dynamic_cp": True, "lengths": "1k:3,4k:1"},)},
     "fp8_scaling": {  # of past steps, MaxText adds up no gradients
         word: ({"precision": "fp8", "fp8_scaling": word}, {"precision": "fp8", "fp8_scaling": word, "micro_batch": 8})
@@ -196,9 +196,9 @@ def models_with(axis: Axis) -> tuple[str, ...]:
 
 
 @cache
-def problem_of(model: str, framework: str, precision: str, finetune: str, lengths: str) -> Problem:
+def problem_of(model: str, framework: str, precision: str, finetune: str, lengths: str, cluster: str) -> Problem:
     training = {"seq_len": 4096, "precision": precision, "finetune": finetune or None, "lengths": lengths or None}
-    return make_problem(model, cluster="b200:2x4", framework=framework, **training)  # type: ignore[arg-type]
+    return make_problem(model, cluster=cluster, framework=framework, **training)  # type: ignore[arg-type]
 
 
 def books_of(to: str) -> tuple[str, ...]:
@@ -240,6 +240,7 @@ class Start(NamedTuple):
     precision: str
     finetune: str
     lengths: str
+    cluster: str
     plan: ParallelPlan
 
 
@@ -269,7 +270,7 @@ def trips_from(trips: Any) -> Callable[[Start, str], tuple[Any, ...]]:
 
     @cache
     def subject(start: Start) -> Any:
-        problem = problem_of(*(names := start[:5]))
+        problem = problem_of(*(names := start[:6]))
         if names not in files:
             files[names] = trips.priced(problem, start.plan).file
         [best] = ranked(problem, estimate(problem, PlanBatch.of([start.plan], problem.model.num_layers)), [0])
@@ -325,6 +326,6 @@ def test_what_few_frameworks_offer_is_legal_in_some_plan_of_theirs(axis: Axis, v
 def test_one_graph_of_experts_comes_back(trips: Any) -> None:
     way = {"ep": 8, "dispatcher": "hybridep", "cuda_graphs": "full_iteration"}
     for to, framework in (("megatron-lm", "megatron-core"), ("megatron-bridge", "nemo")):
-        problem = problem_of(EXPERTS, framework, "mxfp8", "", "")
+        problem = problem_of(EXPERTS, framework, "mxfp8", "", "", "b200:2x4")
         trip = trips.trip(trips.priced(problem, plan_with(problem, way)), to)
         assert trip.outcome == "same", trip

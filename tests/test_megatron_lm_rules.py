@@ -68,6 +68,8 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "mlp width": (replace(DENSE, ffn_size=4098), plan_of(tp=4, sp=True), 4096),
     "expert width": (ODD_EXPERTS, plan_of(etp=2, dp_shard=2), 4096),
     "cp sequence": (DENSE, plan_of(cp=8), 4104),
+    "cp hierarchy": (DENSE, plan_of(cp=4, cp_kind="a2a+p2p:4"), 4096),
+    "cp heads of a hierarchy": (DENSE, plan_of(tp=4, sp=True, cp=8, cp_kind="a2a+p2p:4"), 4096),
     "cp heads": (DENSE, plan_of(tp=4, sp=True, cp=4, cp_kind="all_to_all"), 4096),
     "cp latent": (LATENT, plan_of(cp=2, cp_kind="all_to_all"), 4096),
     "cp window": (replace(DENSE, window=1024), plan_of(cp=2), 4096),

@@ -86,6 +86,18 @@ def test_a_model_of_a_shipped_architecture_is_that_model() -> None:
         ("--recompute-activations", {"recompute": "selective"}),
         ("--recompute-granularity full --recompute-method block --recompute-num-layers 3", {"recompute_num_layers": 3}),
         ("--context-parallel-size 4 --cp-comm-type a2a", {"cp": 4, "cp_kind": "all_to_all"}),
+        (
+            "--context-parallel-size 8 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 2",
+            {"cp": 8, "cp_kind": "a2a+p2p:4"},
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 1 4",
+            {"cp": 4, "cp_kind": "ring"},
+        ),
+        (
+            "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 4 1",
+            {"cp": 4, "cp_kind": "all_to_all"},
+        ),
         ("--context-parallel-size 4 --hybrid-context-parallel", {"cp": 4, "dynamic_cp": True}),
         ("--context-parallel-size 4 --dynamic-context-parallel", {"cp": 4, "dynamic_cp": True}),
         ("--hybrid-context-parallel", {"dynamic_cp": False}),

@@ -82,10 +82,31 @@ class RecomputeModule(CodedEnum):
 
 
 class ContextParallelKind(CodedEnum):
-    """How context-parallel ranks exchange what attention needs from the other parts of a sequence."""
+    """How context-parallel ranks exchange what attention needs from the other parts of a sequence.
+
+    a2a+p2p:N: all-to-all among N neighbouring ranks, over heads, and a ring over the groups of N (Transformer Engine's
+    hierarchical context parallelism).
+    """
 
     RING = "ring"
     ALL_TO_ALL = "all_to_all"
+    HIERARCHICAL_2 = "a2a+p2p:2"
+    HIERARCHICAL_4 = "a2a+p2p:4"
+    HIERARCHICAL_8 = "a2a+p2p:8"
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """Return whether there are both all-to-alls and a ring."""
+        return ":" in self
+
+    @property
+    def inner(self) -> int:
+        """Ranks of an all-to-all in a hierarchy; 0: all context-parallel ranks."""
+        return {"ring": 1, "all_to_all": 0}.get(self) or int(self.partition(":")[2] or 0)
+
+    def fits(self, cp: int) -> bool:
+        """Return whether it exists with this many context-parallel ranks."""
+        return not self.is_hierarchical or (cp > self.inner and cp % self.inner == 0)
 
 
 class Dispatcher(CodedEnum):

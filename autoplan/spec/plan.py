@@ -38,6 +38,7 @@ from autoplan.spec.enums import (
     Schedule,
     Sharding,
     enum_value,
+    members,
 )
 
 # Schedules that put off the weight gradients; they have no closed form.
@@ -266,6 +267,12 @@ class PlanBatch(Rows):
     def num_microbatches(self) -> Ints:
         """Micro-batches of one replica in a step; rules make the division exact."""
         return self.global_batch // (self.micro_batch * self.dp)
+
+    @property
+    def cp_inner(self) -> Ints:
+        """Context-parallel ranks among which an all-to-all exchanges heads; a ring connects groups of them."""
+        sizes = np.array([kind.inner for kind in members(ContextParallelKind)])[self.cp_kind]
+        return np.where(sizes == 0, self.cp, np.minimum(sizes, self.cp))
 
     @property
     def splits_backward(self) -> Bools:

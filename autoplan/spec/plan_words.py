@@ -52,7 +52,8 @@ def _joined(plan: ParallelPlan, schedule: str, sharding: str, *, has_vp: bool) -
     degrees = [f"{axis} {getattr(plan, axis)}" for axis in shown if getattr(plan, axis) > 1]
     words = [" ".join(degrees) or "one device", f"micro-batch {plan.micro_batch}"]
     if plan.cp > 1:
-        words.append({"ring": "ring attention", "all_to_all": "all-to-all attention"}[plan.cp_kind])
+        inner = f"all-to-all attention over {plan.cp_kind.inner} and ring"
+        words.append({"ring": "ring attention", "all_to_all": "all-to-all attention"}.get(plan.cp_kind, inner))
     if plan.tp > 1 and not plan.sp:
         words.append("no sequence parallelism")
     words += [phrase for name, phrase in _PHRASES_OF_FLAGS if getattr(plan, name)]

@@ -25,7 +25,7 @@ from autoplan.cost.kernels.sequences import attended_len, tokens_per_sample
 from autoplan.cost.kernels.sizes import rank_tokens
 from autoplan.cost.passes import Pass
 from autoplan.spec.blocks import Block
-from autoplan.spec.enums import AttentionKernel, ContextParallelKind, members
+from autoplan.spec.enums import AttentionKernel, members
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import Operation
 from autoplan.spec.plan import PlanBatch
@@ -104,7 +104,8 @@ def attention_s(problem: Problem, batch: PlanBatch, block: Block) -> Pass:
 
 
 def _core_s(problem: Problem, batch: PlanBatch, block: Block, chosen: AttentionKernel) -> Pass:
-    elsewhere = np.where(batch.cp_kind == ContextParallelKind.RING.code, (batch.cp - 1) / batch.cp, 0.0)
+    parts = batch.cp // batch.cp_inner
+    elsewhere = (parts - 1) / parts
     factor = (
         problem.model.attention_streams
         * problem.calibration.attention
@@ -220,15 +221,14 @@ def _narrows_attention(problem: Problem, batch: PlanBatch) -> Bools:
 def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats, reference: Pass) -> Pass:
     """Time from the measured table; `share` is the rate of the plan's kernel relative to the device's best one.
 
-    All-to-all context parallelism splits the heads, a ring splits the queries of a whole sequence.
+    All-to-alls of context parallelism split the heads, a ring splits the queries of a whole sequence.
     """
     model, training = problem.model, problem.training
     seq_len = attended_len(training, batch.micro_batch)
     sequences: Floats | Ints = batch.micro_batch
     if training.document_len is not None or training.lengths is not None or training.preference is not None:
         sequences = batch.micro_batch * tokens_per_sample(training, batch.micro_batch) / seq_len
-    is_ring = batch.cp_kind == ContextParallelKind.RING.code
-    split = batch.tp * np.where(is_ring, 1, batch.cp)
+    split = batch.tp * batch.cp_inner
     windows = np.where(np.less(model.window or 0, seq_len), model.window or 0, 0)
     window = windows if block is Block.WINDOW_ATTENTION else np.zeros(())
     heads, kv_heads = model.num_heads / split, np.maximum(model.kv_heads / split, 1.0)
@@ -239,7 +239,7 @@ def _measured_s(problem: Problem, batch: PlanBatch, block: Block, share: Floats,
         if window.any():
             return reference
         passes, shape = ("latent_attention", "latent_attention_backward"), (heads, width, float(model.v_head_dim))
-    part = 1.0 / np.where(is_ring, batch.cp, 1) / (1.0 if problem.timings.is_own else share)
+    part = 1.0 / (batch.cp // batch.cp_inner) / (1.0 if problem.timings.is_own else share)
     wide = batch.unquantised()  # the tables contain no narrower types, whatever the precision of the matrices
     sizes = (sequences, np.float64(seq_len), *shape)
     return measured_pass([find_kernels(problem, wide, entry, *sizes).scaled(part) for entry in passes], reference)

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, add_up
+from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.network.algorithms import ProcessGroup
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch
@@ -27,6 +27,14 @@ class ProcessGroups:
     expert_shard: ProcessGroup  # expert states
     pp: ProcessGroup
     stage: ProcessGroup  # all ranks of a pipeline stage, as if they were consecutive
+
+    def cp_exchange(self, inner: Ints) -> ProcessGroup:
+        """Return the neighbouring context-parallel ranks of all-to-alls among so many."""
+        return self.cp._replace(size=inner)
+
+    def cp_ring(self, inner: Ints) -> ProcessGroup:
+        """Return the ranks of a ring over the all-to-alls."""
+        return self.cp._replace(stride=self.cp.stride * inner, size=self.cp.size // inner)
 
     @property
     def num_communicators(self) -> Floats:

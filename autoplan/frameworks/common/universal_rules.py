@@ -10,7 +10,16 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords, all_true
 from autoplan.spec.axes import AXES, shown
 from autoplan.spec.axis import Axis
-from autoplan.spec.enums import AttentionKernel, MainWeights, MomentType, Offload, Precision, Schedule, Sharding
+from autoplan.spec.enums import (
+    AttentionKernel,
+    ContextParallelKind,
+    MainWeights,
+    MomentType,
+    Offload,
+    Precision,
+    Schedule,
+    Sharding,
+)
 from autoplan.spec.optimizers import TRAITS
 from autoplan.spec.plan import (
     ALL_LAYERS,
@@ -62,6 +71,16 @@ def _expert_grid(workload: Workload, batch: PlanBatch) -> Bools:
     """Experts re-use the ranks of one stage; a model without experts has no such grid."""
     ranks = batch.tp * batch.cp * batch.dp
     return ranks % (batch.ep * batch.etp) == 0 if workload.model.moe else all_true(batch)
+
+
+def _cp_hierarchy(workload: Workload, batch: PlanBatch) -> Bools:
+    """Return which plans have a whole ring of all-to-alls, with more than one of them."""
+    inner = batch.cp_inner
+    return (
+        (batch.cp == 1)
+        | (batch.cp_kind <= ContextParallelKind.ALL_TO_ALL.code)
+        | ((inner < batch.cp) & (batch.cp % inner == 0))
+    )
 
 
 def _chunk_count(workload: Workload, batch: PlanBatch) -> Bools:
@@ -161,6 +180,12 @@ RULES: tuple[Rule, ...] = (
     Rule(
         holds=lambda s, b: s.model.num_heads % b.tp == 0,
         text=lambda s, p: f"num_heads {s.model.num_heads} must be divisible by tp {p.tp}: lower tp",
+    ),
+    Rule(
+        holds=_cp_hierarchy,
+        text=lambda s, p: (
+            f"cp_kind {p.cp_kind} needs a cp above {p.cp_kind.inner} and a multiple of it, cp is {p.cp}: use all_to_all"
+        ),
     ),
     Rule(
         holds=_encoder,

@@ -8,7 +8,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options
-from autoplan.frameworks.megatron_lm import model_options, options, training_options
+from autoplan.frameworks.megatron_lm import context_options, model_options, options, training_options
 from autoplan.frameworks.megatron_lm.notation import moe_places
 from autoplan.frameworks.megatron_lm.table import Reading, read_lines, rows
 from autoplan.frameworks.megatron_lm.training_options import read_precision, read_scaling
@@ -128,7 +128,7 @@ def _plan(
 
 def _replicas(arguments: Options, num_devices: int | None) -> int:
     """Return the number of model replicas on this many devices."""
-    rows = {"tensor": options.TP, "context": options.CP, "pipeline": options.PP}
+    rows = {"tensor": options.TP, "context": context_options.CP, "pipeline": options.PP}
     degrees = {name: row.of(arguments) for name, row in rows.items()}
     if num_devices is None:
         raise InputError("the number of devices is not in the file: pass --devices")

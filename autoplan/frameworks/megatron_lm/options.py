@@ -21,6 +21,7 @@ from autoplan.frameworks.common.option_table import (
     switch,
 )
 from autoplan.frameworks.common.options import show
+from autoplan.frameworks.megatron_lm.context_options import CONTEXT
 from autoplan.frameworks.megatron_lm.model_options import ARCHITECTURE, DROPOUT
 from autoplan.frameworks.megatron_lm.notation import graph_scopes, graphs_of
 from autoplan.frameworks.megatron_lm.stage_options import LAYOUT
@@ -39,7 +40,6 @@ from autoplan.frameworks.megatron_lm.table import (
 )
 from autoplan.frameworks.megatron_lm.training_options import DATA, PRECISION, TRAINING
 from autoplan.spec.enums import (
-    ContextParallelKind,
     CrossEntropyFusion,
     CudaGraphs,
     Dispatcher,
@@ -58,53 +58,7 @@ def _has_experts(file: PlanFile) -> bool:
 
 
 TP = count("tensor_model_parallel_size", "tp", 1)
-CP = count("context_parallel_size", "cp", 1, when=lambda file: file.best.plan.cp > 1)
 PP = count("pipeline_model_parallel_size", "pp", 1)
-
-_CP_KINDS = {ContextParallelKind.RING: "p2p", ContextParallelKind.ALL_TO_ALL: "a2a"}
-
-
-def _write_cp_kind(file: PlanFile) -> dict[str, Value]:
-    plan = file.best.plan
-    return {"cp_comm_type": _CP_KINDS[plan.cp_kind]} if plan.cp > 1 else {}
-
-
-def _read_cp_kind(reading: Reading) -> Fields:
-    kinds, cp = set(reading.arguments.words("cp_comm_type", ("p2p",))), reading.fields["cp"]
-    if kinds == {"a2a"} and cp > 1:
-        return {"cp_kind": ContextParallelKind.ALL_TO_ALL}
-    if cp > 1 and kinds - {"p2p"}:
-        reading.arguments.remark("cp_comm_type", "priced as ring attention")
-    return {}
-
-
-def _write_dynamic_cp(file: PlanFile) -> dict[str, Value]:
-    """Write the switch, the tokens of a rank, which determine the ranks of a sample, and the loss that it demands."""
-    if not file.best.plan.dynamic_cp:
-        return {}
-    tokens = -(-file.training.seq_len // file.best.plan.cp)
-    return {
-        "hybrid_context_parallel": True,
-        "max_seqlen_per_dp_cp_rank": tokens,
-        "calculate_per_token_loss": True,
-    }
-
-
-def _read_dynamic_cp(reading: Reading) -> Fields:
-    """Read the switch by its names in releases, since core 0.16, and in the branch dev."""
-    arguments, cp = reading.arguments, reading.fields["cp"]
-    names = ("hybrid_context_parallel", "dynamic_context_parallel")
-    name = next((name for name in names if arguments.flag(name)), None)
-    tokens = arguments.optional_count("max_seqlen_per_dp_cp_rank")
-    if name is None:
-        return {}
-    if cp == 1:
-        arguments.remark(name, "priced without, as cp is 1")
-        return {}
-    if (most := -(-reading.seq_len // cp)) != tokens:
-        key = "max_seqlen_per_dp_cp_rank" if tokens else name
-        arguments.remark(key, f"priced as {most:,} tokens, the longest sample over cp {cp}")
-    return {"dynamic_cp": True}
 
 
 def _write_recompute(file: PlanFile) -> dict[str, Value]:
@@ -328,12 +282,7 @@ PLAN: tuple[Line, ...] = (
                 names=TRAIN, companions=valued("rampup_batch_size", "step_batch_size_schedule")),
     ),
     (TP, switch("sequence_parallel", "sp")),
-    (CP, Special("cp_comm_type", _write_cp_kind, _read_cp_kind)),
-    (
-        Special("hybrid_context_parallel", _write_dynamic_cp, _read_dynamic_cp, is_switch=True,
-                companions=(*valued("max_seqlen_per_dp_cp_rank"),
-                        *switches("dynamic_context_parallel", "calculate_per_token_loss"))),
-    ),
+    *CONTEXT,
     (
         PP,
         switch("use_tp_pp_dp_mapping", "rank_order", RankOrder.DP_BEFORE_PP, on=RankOrder.PP_BEFORE_DP,
