@@ -115,3 +115,31 @@ def test_associative_arrays_are_expanded() -> None:
     script = read_script("declare -A C=([tp]=4 [pp]=2)\nC[cp]=8\nk=pp\nrun ${C[tp]} ${C[$k]} ${C[cp]} ${C[ep]}\n")
     assert script.commands[0].words[:4] == ("run", "4", "2", "8")
     assert "$" in script.commands[0].words[4]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.max_length=2048 data.train_batch_size=64 "
+        "data.micro_batch_size_per_gpu=4 data.use_dynamic_bsz=False model.path=qwen2.5-7b engine=megatron "
+        "engine.tensor_model_parallel_size=2 ++engine.pipeline_model_parallel_size=2 ~engine.context_parallel_size=4\n",
+        "torchrun --nnodes=1 --nproc_per_node=8 run_recipe.py --recipe llama3_8b_pretrain_config "
+        "model.tensor_model_parallel_size=2 ++model.pipeline_model_parallel_size=2 ~model.context_parallel_size=4 "
+        "train.global_batch_size=64 train.micro_batch_size=1 model.seq_length=8192\n",
+    ],
+    ids=["verl", "megatron-bridge"],
+)
+def test_what_hydra_adds_is_read_and_what_it_takes_away_is_listed(tmp_path: Path, text: str) -> None:
+    launch = launched(tmp_path, text)
+    assert (launch.plan.tp, launch.plan.pp, launch.plan.cp) == (2, 2, 1)
+    taken = [item for item in launch.unread if item.option.startswith("~")]
+    assert [item.why for item in taken] == ["takes a default away, which is priced as kept"]
+    assert taken[0].matters
+
+
+def test_the_last_of_several_options_counts_where_a_sourced_file_gives_one(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("export GBS=${GBS:-256}\nOVERRIDE=${OVERRIDE:-8}\n")
+    text = f"source ./env.sh\ntorchrun --nnodes 2 --nproc-per-node 8 pretrain_gpt.py {MODEL} --micro-batch-size 1 "
+    text += "--tensor-model-parallel-size 2 --global-batch-size $GBS --tensor-model-parallel-size $OVERRIDE\n"
+    assert launched(tmp_path, text).plan.tp == 8
+    assert launched(tmp_path, text, OVERRIDE="4", GBS="512").plan.global_batch == 512
