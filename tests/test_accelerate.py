@@ -214,7 +214,7 @@ def test_a_command_line_is_read_like_a_config() -> None:
     assert launch.plan == ParallelPlan(
         dp_replicate=2, dp_shard=8, sharding="zero2", recompute="full", micro_batch=2, global_batch=128
     )
-    assert {left_out.option for left_out in launch.unread} == {"--learning_rate"}
+    assert {left_out.option for left_out in launch.unread} == {"--learning_rate", "train.py"}
 
 
 @pytest.mark.parametrize(
@@ -422,7 +422,7 @@ def test_a_file_that_the_program_reads_is_listed() -> None:
     text = f"accelerate launch {options} src/train.py lora.yaml"
     assert recognises("train.sh", text)
     launch = read(text, given_of(fsdp(dp_shard=2)))
-    assert [unread.option for unread in launch.unread if unread.matters] == ["lora.yaml"]
+    assert [unread.option for unread in launch.unread if unread.matters] == ["lora.yaml", "train.py"]
 
 
 SFT = """accelerate launch --config_file fsdp.yaml trl/scripts/sft.py {}\\

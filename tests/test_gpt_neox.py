@@ -132,6 +132,9 @@ def test_states_of_bf16_pipelines_are_always_sharded() -> None:
     text = SMALL.replace("fp16", "bfloat16") + "fp32_allreduce: True\n"
     plan = read(text, LaunchContext(num_devices=8)).plan
     assert (plan.sharding, plan.precision, plan.reduce_dtype) == (Sharding.ZERO1, Precision.BF16, ReduceType.FP32)
+    older = SMALL.replace("precision: fp16", "fp16: {enabled: true, type: bfloat16}")
+    plan = read(older, LaunchContext(num_devices=8)).plan
+    assert (plan.sharding, plan.precision) == (Sharding.NONE, Precision.BF16)
 
 
 @pytest.mark.parametrize(

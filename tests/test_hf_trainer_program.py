@@ -13,6 +13,7 @@ from hypothesis import given, settings
 import autoplan
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext
+from autoplan.frameworks.hf_trainer.program import makes_arguments
 from autoplan.frameworks.hf_trainer.read import read, recognises
 from autoplan.frameworks.launch_files import read_launch
 from autoplan.readers.model import load_model
@@ -420,3 +421,23 @@ def test_a_program_that_makes_arguments_beside_its_command_is_listed(tmp_path: P
     script.write_text("torchrun --nproc_per_node 2 train.py --per_device_train_batch_size 4 --bf16 true\n")
     launch = read_launch(script, LaunchContext(seq_len=1024, model=load_model("llama3-8b")))
     assert "train.py" in matters(launch)
+
+
+@pytest.mark.parametrize(("imports", "is_of_trl"), [("import trl\n", True), ("from mine import Trainer\n", False)])
+def test_a_program_with_a_name_of_trl_is_its_own(tmp_path: Path, imports: str, is_of_trl: bool) -> None:
+    (tmp_path / "sft.py").write_text(f"{imports}parser.parse_args()\n")
+    script = tmp_path / "run.sh"
+    script.write_text("torchrun --nproc_per_node 2 sft.py --per_device_train_batch_size 4 --bf16 true\n")
+    model = load_model("llama3-8b")
+    if is_of_trl:
+        assert read_launch(script, LaunchContext(model=model)).training.seq_len == 1024
+        return
+    with pytest.raises(InputError, match="length"):
+        read_launch(script, LaunchContext(model=model))
+    assert "sft.py" in matters(read_launch(script, LaunchContext(model=model, seq_len=512)))
+
+
+@pytest.mark.parametrize(("bases", "is_made"), [("", False), ("(Mine)", False), ("(trl.SFTConfig)", True)])
+def test_classes_that_the_file_defines_are_not_those_of_trl(bases: str, is_made: bool) -> None:
+    text = f"class SFTConfig{bases}:\n    pass\n\n\nconfig = SFTConfig(per_device_train_batch_size=2)\n"
+    assert makes_arguments(text) is is_made

@@ -97,6 +97,9 @@ def test_a_script_of_the_trainer_is_read() -> None:
     assert not offloaded.plan.grad_reduce_overlap  # overlap_comm of all files in swift/config
     halves = TRAINER.replace("NPROC_PER_NODE=4", "NPROC_PER_NODE=2").format("--deepspeed zero2")
     assert "CUDA_VISIBLE_DEVICES" in matters(read(halves, LaunchContext())) - matters(launch)
+    alone = read(TRAINER.replace("NPROC_PER_NODE=4", "").format("--tuner_type lora"), LaunchContext())
+    assert alone.plan.num_devices == 1  # swift/cli/main.py: one process, which spreads the layers over what it sees
+    assert "CUDA_VISIBLE_DEVICES" in matters(alone)
 
 
 def test_adapters_are_the_trainers_default() -> None:

@@ -277,7 +277,10 @@ def _attention(options: Options, has_model: bool) -> AttentionKernel:
 def _precision(options: Options) -> Precision:
     words = {"fp16": Precision.FP16, "bfloat16": Precision.BF16, "fp32": None, None: None}
     named = options.word("precision", words)
-    found = {Precision.FP16} if has_section(options, "fp16") else set()
+    found = set[Precision]()
+    if has_section(options, "fp16"):  # which older files give the type of 16 bits
+        types = {"fp16": Precision.FP16, "bfloat16": Precision.BF16, None: Precision.FP16}
+        found.add(options.inside("fp16").word("type", types))
     found |= {Precision.BF16} if has_section(options, "bf16") else set()
     found |= {named} if named else set()
     for key in filter(options.has, ("fp16", "bf16")):
@@ -335,7 +338,8 @@ def _states(options: Options, replicas: int, precision: Precision, pipe: int) ->
         raise InputError(
             f"the pipeline engine takes no stage above 1 of ZeRO, not {fields['sharding']}: set pipe_parallel_size to 0"
         )
-    if precision == Precision.BF16 and fields["sharding"] == Sharding.NONE:  # BF16_Optimizer shards its states
+    is_older = has_section(options, "fp16")  # with type: bfloat16, before there was a BF16_Optimizer
+    if precision == Precision.BF16 and fields["sharding"] == Sharding.NONE and not is_older:  # it shards its states
         fields["sharding"] = Sharding.ZERO1
     return fields | {"grad_reduce_overlap": False, "param_gather_overlap": False}
 

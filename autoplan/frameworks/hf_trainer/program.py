@@ -23,6 +23,7 @@ from autoplan.readers.finetuning import PEFT_ALPHA, PEFT_RANK
 _OBJECTIVES = "SFT|DPO|Reward|GRPO|KTO|ORPO|CPO|PPO|RLOO|GKD|BCO|XPO|OnlineDPO"  # of TRL, in names of classes
 _ARGUMENTS = re.compile(rf"(Seq2Seq)?TrainingArguments|(?P<objective>{_OBJECTIVES})Config")
 _MAKES = re.compile(rf"^[^#\n]*(?<!class )\b({_ARGUMENTS.pattern})\(", re.MULTILINE)
+_DEFINED = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _TRAINERS = re.compile(rf"(?P<objective>{_OBJECTIVES})Trainer")
 _MODELS = re.compile(r"(\w*(ModelFor|For(Causal|Conditional|Masked|Seq)|LMHead)\w*|Fast(Language|Vision)?Model)")
 _EVALUATES, _TRAINS = re.compile(r"\.(evaluate|predict)\("), re.compile(r"(?<![a-z])(train\w*|fit)\(")
@@ -58,7 +59,14 @@ _OF_TRAINER = ("max_seq_length", "max_length", "packing", "beta", "loss_type", "
 
 def makes_arguments(text: str) -> bool:
     """Return whether a Python program or a notebook makes training arguments itself."""
-    return _MAKES.search(source_of(text)) is not None
+    source = source_of(text)
+    own = _own_classes(source)
+    return any(match[1] not in own for match in _MAKES.finditer(source))
+
+
+def _own_classes(source: str) -> set[str]:
+    """Return the classes that a program defines upon no class of arguments, whatever their names."""
+    return {name for name, bases in _DEFINED.findall(source) if not _ARGUMENTS.search(bases)}
 
 
 @lru_cache(maxsize=32)
@@ -81,9 +89,14 @@ def options_of_program(text: str, context: LaunchContext, given: Options | None 
     variables |= dict(context.variables)
     if context.num_devices is not None:
         variables.setdefault("WORLD_SIZE", str(context.num_devices))
+    own_classes = _own_classes(source)
     made_class = None if makes_arguments(text) else _parsed_class(source)
     calls = list(calls_of(source, variables, unknown, _DEFAULTS if made_class else None))
-    made = [Built(made_class)] if made_class else [call for call in calls if _ARGUMENTS.fullmatch(_class(call))]
+    made = (
+        [Built(made_class)]
+        if made_class
+        else [call for call in calls if _ARGUMENTS.fullmatch(_class(call)) and _class(call) not in own_classes]
+    )
     made = [call for call in made if "per_device_train_batch_size" in call.named] or made
     if len(made) != 1:
         names = ", ".join(map(_class, made[:5])) or "none"

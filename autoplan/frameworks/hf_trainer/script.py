@@ -35,7 +35,10 @@ _BEHIND_FOLDER = re.compile(r"(.*(?:[)}`\"']|\$\w+))/([\w./-]+\.py)", re.DOTALL)
 _KNOWN = re.compile(
     rf"(.*/)?({'|'.join(_COMMANDS)}|run_[cmp]lm(_no_trainer)?)\.py|{'|'.join(_COMMANDS)}|trl\.scripts\.\w+"
 )
+_OF_TRL = re.compile(rf"({'|'.join(_COMMANDS)})\.py")
+_IS_PYTHON = re.compile(r"\.py$|^[a-z_]\w*(\.\w+)+$")  # a file or a module, and no command
 _OF_SWIFT = re.compile(r"\bswift[/.]cli[/.]")
+_SWIFT = re.compile(r"(^|/)swift$")
 _OVERRIDE_OF_HYDRA = re.compile(r"(\+{0,2}[\w./@]+)=(.*)", re.DOTALL)
 _OVERRIDE = re.compile(r"([a-z]\w*)=(.*)", re.DOTALL)
 
@@ -144,9 +147,12 @@ def started_options(program: str, words: Sequence[str], context: LaunchContext) 
     beside = program_beside(program, context.folder)
     if beside is None or not trains(beside) or (makes_arguments(beside) and has_batch(" ".join(words))):
         name = program.rpartition("/")[2]
-        if _KNOWN.fullmatch(program) is None:
+        is_of_trl = _OF_TRL.fullmatch(name) is not None
+        if is_of_trl and beside is not None and "trl" not in beside:  # its name alone is one of TRL's
+            name = "train.py"
+        if _IS_PYTHON.search(program) and (name == "train.py" or _KNOWN.fullmatch(program) is None):
             why = "what this program sets itself, such as recomputation, is not read"
-            arguments.remarks.append(Unread(option=name[-60:], value="", why=why))
+            arguments.remarks.append(Unread(option=program.rpartition("/")[2][-60:], value="", why=why))
         return arguments, name
     options, name = options_of_program(beside, context, arguments)
     options.remarks += arguments.remarks
@@ -222,6 +228,8 @@ def devices_of(before: Sequence[str], script: Script, text: str) -> int | None:
     nodes = variables.get("NNODES", "1")
     if re.fullmatch(r"[1-9]\d{0,4}", per_node) and re.fullmatch(r"[1-9]\d{0,4}", nodes):
         return int(per_node) * int(nodes)
+    if _SWIFT.search(before[-1]) and not {"NPROC_PER_NODE", "NNODES"} & set(script.variables):
+        return 1  # swift/cli/main.py starts torchrun only for one of the two
     visible = variables.get("CUDA_VISIBLE_DEVICES", "")
     if re.fullmatch(r"\d{1,3}(,\d{1,3})*", visible) and "deepspeed" not in " ".join(before):
         is_alone = any(re.fullmatch(r"python[\d.]*", word.rpartition("/")[2]) for word in before)
