@@ -31,9 +31,7 @@ class Compared:
 
 def _of_the_run(figures: RunFigures) -> str:
     """Return the cost of all tokens, where their number is known."""
-    if figures.run_s is None or figures.cost_per_token is None:
-        return ""
-    return f", {figures.cost_per_token * figures.tokens_per_s * figures.run_s:,.0f} for the run"
+    return "" if figures.cost is None else f", {figures.cost:,.0f} for the run"
 
 
 BEST: tuple[tuple[str, Callable[[RunFigures], float | None], Callable[[RunFigures], str]], ...] = (
