@@ -96,6 +96,8 @@ class MixedSpace:
             )
             for axis in SEARCHED
         }
+        if other_limits:  # the scheduler of samples takes all ranks for equally fast
+            words["dynamic_cp"] = tuple(value for value in words["dynamic_cp"] if not value)
         recomputes = tuple(choice for choice in first.recomputes if not choice.startswith("full:"))
         return replace(first.where(**words), recomputes=recomputes or first.recomputes[:1])
 

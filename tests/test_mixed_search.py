@@ -393,6 +393,13 @@ def space_of_all(model: str, cluster: str, global_batch: int, options: dict[str,
     return MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=Equal(), most_z=RISKY_Z)
 
 
+def test_degrees_of_samples_are_for_one_part_alone() -> None:
+    options = {"seq_len": 32768, "lengths": "1k:56,32k:1", "batching": "unpadded"}
+    space = space_of_all("llama3-8b", "h100-sxm:1x8+a100-sxm:1x8", 64, options)
+    assert space.limits_of([0]).of("dynamic_cp") == (False, True)
+    assert space.limits_of([0, 1]).of("dynamic_cp") == (False,)
+
+
 def check_bounds(space: MixedSpace, candidates: Sequence[Candidate], choices: random.Random) -> int:
     """Compare the best and random plans of candidates with their bounds; return how many fit."""
     refiner, num_fitting = Refiner(space.problem, space.global_batch), 0
