@@ -6,11 +6,12 @@ runs of every source with their terms.
 
 Calibrations hold no factor, so that a fit moves intervals alone.  `--ship` writes them: of every framework on a
 generation of devices what its runs are like (`cost.spreads.Familiarity`), and the general spreads.  These are the
-likeliest for the errors of runs before anybody looked at their source (`first_errors.csv`), times the least factors
-with which as many of them lie above their intervals as below, and `COVER` inside, in the mean of sources.  Errors of
-runs that were in view when the model was made, or corrected, say too little of the next source, so that they count
-nothing.  Of what is not known of a run most makes it slower, so that the two sides differ.  Where a recipe leaves in
-doubt which of two builds a run had, its interval holds both and its error is that of the nearer one.
+likeliest for the errors of runs before anybody looked at their source (`first_errors.csv`), times three factors:
+`COVER` of plain runs (known dense models under Megatron-LM's layers) lie inside intervals that are symmetric where
+nothing is hard to predict; as many of all runs lie above their intervals as below; and `COVER` of them lie inside, in
+the mean of sources.  Errors of runs that were in view when the model was made, or corrected, say too little of the next
+source, so that they count nothing.  Where a recipe leaves in doubt which of two builds a run had, its interval holds
+both and its error is that of the nearer one.
 
 usage: python benchmarks/accuracy.py [--runs RUNS.csv] [--scorer SCORER.py] [--worst N] [--as-shipped]
                                      [--report REPORT.md] [--ship]
@@ -43,7 +44,17 @@ from autoplan.base.arrays import Bools, Floats
 from autoplan.base.files import write_text
 from autoplan.cost.calibration import MeasuredRun, likeness
 from autoplan.cost.estimate import estimate
-from autoplan.cost.spreads import GENERAL_PARTS, HARD, NORMAL_90, Familiarity, Sides, general_spreads
+from autoplan.cost.spreads import (
+    GENERAL_PARTS,
+    HARD,
+    KINDS,
+    NORMAL_90,
+    NOVELTIES,
+    Familiarity,
+    Sides,
+    faster_squares,
+    general_spreads,
+)
 from autoplan.readers.calibration import calibration_among, calibration_text
 from autoplan.runs.predictions import log_doubt, predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
@@ -72,6 +83,7 @@ ROUNDS = Path(__file__).with_name("rounds.csv")  # in which a source was first p
 BLIND = Path(__file__).with_name("blind_runs.csv")
 FINETUNED = Path(__file__).with_name("finetuning_runs.csv")
 COVER = 0.90  # share of the runs of a new source that shall be inside, on average
+TAIL = (1 - COVER) / 2
 MANY_RUNS = 10  # of a source: more of them count no more
 WIDTHS = (0.5, 0.7, 0.85, 1.0, 1.15, 1.3)  # of intervals, relative to those that are fitted
 SAID_SHARE = 0.25  # of a run's variance, from which a part counts as resting on it
@@ -276,10 +288,10 @@ def without_source(cases: Sequence[Case], asked: Sequence[Case] | None = None) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """General variances of runs that are slower than predicted, and what of their spread counts for faster ones."""
+    """General variances of runs that are slower than predicted, and what of their spreads counts for faster ones."""
 
     squares: Floats
-    below: float
+    below: float  # of all parts but that of any step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,8 +338,14 @@ class Unseen:
 
     def sides(self, fitted: Fitted) -> Sides:
         """Return the spreads of every case on both sides."""
-        below = np.sqrt(self.own.below + fitted.below**2 * (self.parts @ fitted.squares))
+        below = np.sqrt(self.own.below + self.parts @ faster_squares(fitted.squares, fitted.below))
         return Sides(below, self.spread(fitted.squares))
+
+    @property
+    def plain(self) -> Unseen:
+        """The cases with nothing new but their size, of no kind that is harder to predict."""
+        names = {*KINDS, *NOVELTIES} - {"size"}
+        return self.take(~self.parts[:, [name in names for name in GENERAL_PARTS]].any(axis=1))
 
     def inside(self, error: Floats, fitted: Fitted) -> Bools:
         """Return which cases would lie in their intervals with these errors."""
@@ -342,7 +360,7 @@ class Unseen:
 
 
 def fitted_spreads(unseen: Unseen) -> Fitted:
-    """General spreads under which first errors are likeliest, times what their cover needs on each side.
+    """General spreads under which first errors are likeliest, times what the cover of plain and of all runs needs.
 
     Errors are spread by Laplace's distribution, whose tails are long, and spreads start near `PRIOR_SPREAD` and
     `HARD_SPREAD`: a part of which no run tells stays there.  Every source of ten runs counts the same, since its runs
@@ -365,24 +383,30 @@ def fitted_spreads(unseen: Unseen) -> Fitted:
 
     found = minimize(surprise, prior, jac=True, method="L-BFGS-B", bounds=[(math.log(1e-3), 1.0)] * len(prior))
     squares = np.exp(2 * np.asarray(found.x, dtype=np.float64))
-    above, below = (_factor(unseen, squares, sign) for sign in (1.0, -1.0))
-    return Fitted(squares=squares * above**2, below=below / above)
+    plain = unseen.plain
+    if len(plain.sources):
+        squares *= _factor(np.abs(plain.first_error), plain.own.above, plain.parts @ squares, plain.weights, 2 * TAIL)
+    every, others = squares[0], np.append(0.0, squares[1:])  # what every step has is as wide on both sides
+    above, below = (
+        _factor(
+            sign * unseen.first_error, own + every * unseen.parts[:, 0], unseen.parts @ others, unseen.weights, TAIL
+        )
+        for sign, own in ((1.0, unseen.own.above), (-1.0, unseen.own.below))
+    )
+    return Fitted(squares=np.append(every, squares[1:] * above), below=math.sqrt(below / above))
 
 
-def _factor(unseen: Unseen, squares: Floats, sign: float) -> float:
-    """The least factor on the spreads with which no more runs than there may be lie beyond, in the mean of sources.
+def _factor(error: Floats, fixed: Floats, variance: Floats, weights: Floats, share: float) -> float:
+    """The least factor on the variance, beside a fixed one, with which no more than this share of errors lie beyond.
 
-    Beyond the end of the interval where errors have this `sign`.
+    Beyond the upper end of the interval, in the mean of sources.
     """
-    weights = unseen.weights
 
     def excess(log_factor: float) -> float:
-        own = unseen.own.above if sign > 0 else unseen.own.below
-        spread = np.sqrt(own + unseen.parts @ (squares * math.exp(2 * log_factor)))
-        is_beyond = sign * unseen.first_error > NORMAL_90 * spread
-        return float(weights @ is_beyond / weights.sum()) - (1 - COVER) / 2
+        is_beyond = error > NORMAL_90 * np.sqrt(fixed + variance * math.exp(log_factor))
+        return float(weights @ is_beyond / weights.sum()) - share
 
-    low, high = -2.0, 2.0
+    low, high = -6.0, 6.0
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if excess(middle) > 0 else (low, middle)
@@ -434,7 +458,7 @@ def general_text(fitted: Fitted, unseen: Unseen) -> str:
     first = unseen.as_first_predicted
     order = np.argsort(first.first_error)
     shares = np.cumsum(first.weights[order]) / first.weights.sum()
-    low, high = np.exp(first.first_error[order][np.searchsorted(shares, [(1 - COVER) / 2, (1 + COVER) / 2])])
+    low, high = np.exp(first.first_error[order][np.searchsorted(shares, [TAIL, 1 - TAIL])])
     evidence = {part.name: part.evidence for part in parts} | {
         "below": f"of new sources' runs, each source as much, a twentieth take less than {low:.2f} times the predicted "
         f"step, and a twentieth more than {high:.2f} times"
@@ -452,7 +476,7 @@ def show_general(cases: Sequence[Case]) -> None:
     for part in general_parts(fitted, unseen):
         row = f"{part.name:12}{part.spread:8.3f}{part.num_runs:7d}{part.num_sources:9d}"
         print(row + (f"{part.factor:8.2f}{part.inside:8.2f}" if part.num_runs else f"{'-':>8}{'-':>8}"))
-    print(f"\nSpreads of runs that are faster than predicted are {fitted.below:.2f} times these.\n")
+    print(f"\nOf runs that are faster than predicted, all but that of any step are {fitted.below:.2f} times these.\n")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -553,7 +577,7 @@ def show_widths(cases: Sequence[Case]) -> None:
         known = np.empty(len(own))
         for source in np.unique(sources):
             known[sources == source] = np.quantile(np.abs(error[sources == source]), COVER)
-        ends = np.quantile(error, [(1 - COVER) / 2, (1 + COVER) / 2])
+        ends = np.quantile(error, [TAIL, 1 - TAIL])
         rows = [(f"{factor} times the fitted one", factor * below, factor * above) for factor in WIDTHS]
         rows += [
             ("the same for all", np.full(len(own), -ends[0]), np.full(len(own), ends[1])),

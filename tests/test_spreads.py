@@ -69,11 +69,11 @@ def test_runs_like_a_plan_have_their_spread() -> None:
     assert spread_under(OWN) == pytest.approx(0.06)
 
 
-def test_what_is_not_known_makes_runs_slower_rather_than_faster() -> None:
+def test_what_is_hard_to_predict_makes_runs_slower_rather_than_faster() -> None:
     of_others, own = (price(problem_of(calibration=calibration), SPREAD) for calibration in (Calibration(), OWN))
-    for cost, below in ((of_others, general_spreads().below), (own, 1.0)):
-        reach = np.log([cost.step_s[0] / cost.low_s[0], cost.high_s[0] / cost.step_s[0]])
-        assert reach[0] == pytest.approx(below * reach[1])
+    for cost, every, below in ((of_others, general_spreads().any_step, general_spreads().below), (own, 0.0, 1.0)):
+        faster, slower = np.log([cost.step_s[0] / cost.low_s[0], cost.high_s[0] / cost.step_s[0]]) / NORMAL_90
+        assert faster**2 - every**2 == pytest.approx(below**2 * (slower**2 - every**2))
     assert general_spreads().below < 1.0
 
 
@@ -256,6 +256,17 @@ def test_layers_of_other_code_than_megatrons_are_less_sure_until_they_are_measur
     assert spread_of(cost) >= Familiarity.of(other, cost.batch).least[0] >= spread_range(other)[0]
     with_runs = replace(other, calibration=OWN)
     assert spread_of(price(with_runs, SPREAD)) == pytest.approx(0.06)
+
+
+def test_fine_tuning_by_other_code_than_megatrons_is_less_sure_than_its_pretraining() -> None:
+    problem = problem_of(calibration=Calibration())
+    tuned = replace(problem, training=replace(problem.training, finetuning=load_finetuning("full")))
+    batch, at = PlanBatch.of([SPREAD], problem.model.num_layers), KINDS.index("own_tuning")
+    megatron, other = (replace(tuned, framework=load_framework(name)) for name in ("megatron-core", "torchtitan"))
+    untuned = replace(problem, framework=other.framework)
+    assert [Familiarity.of(asked, batch).kinds[0, at] for asked in (megatron, other, untuned)] == [0.0, 1.0, 0.0]
+    added = spread_range(other)[0] ** 2 - spread_range(untuned)[0] ** 2
+    assert added == pytest.approx(general_spreads().own_tuning ** 2)
 
 
 def test_experts_are_a_kind_of_their_own() -> None:

@@ -8,7 +8,8 @@ similar to the user's own runs have the spread of these runs instead.  Published
 intervals from the parts contain as many runs of a left-out source as the spread of other publishers' runs, and are
 narrower (`benchmarks/results`, accuracy).
 
-Unknown properties make a run slower more often than faster, so these parts count less below the prediction.
+What makes a run hard to predict makes it slower more often than faster, so all parts but that of any step count less
+below the prediction.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from autoplan.spec.terms import COMPONENTS, LAST_WAITS, TRAFFIC_TERMS
 UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", *LAST_WAITS)
 
 HARD = tuple(name for name in COMPONENTS if name != "kernels")
-KINDS = ("mixture", "own_layers")  # harder to predict however many runs a calibration has of them
+KINDS = ("mixture", "own_layers", "own_tuning")  # harder to predict however many runs a calibration has of them
 NOVELTIES = ("framework", "generation", "device", "model", "precision", "size")
 ABOUT_PROBLEM = ("framework", "generation", "device")  # novelties that `Calibration.unseen` names
 GENERAL_PARTS = ("any_step", *HARD, "short", *KINDS, *NOVELTIES)
@@ -57,13 +58,14 @@ class GeneralSpreads:
     short: float  # fixed times per step, independent of its work: loader, host, clocks
     mixture: float  # mixtures of experts, which every model sizes, routes and launches differently
     own_layers: float  # layers of other code than Megatron-LM's, of whose kernels and settings fewer people publish
+    own_tuning: float  # fine-tuning by such code, beside `own_layers`: loops, loaders and kernels differ most there
     framework: float  # priced like another, similar framework
     generation: float  # new device generation under this framework, or under any framework if the framework is new, too
     device: float  # a generation that is new under every framework
     model: float  # one of `special_parts`
     precision: float
     size: float
-    below: float  # factor on all these for runs that are faster than predicted
+    below: float  # factor on all these but `any_step` for runs that are faster than predicted
     evidence: dict[str, str]  # evidence for each value
 
     def __post_init__(self) -> None:
@@ -73,8 +75,13 @@ class GeneralSpreads:
 
     @property
     def squares(self) -> Floats:
-        """Variances in the order of the columns of `general_parts`."""
+        """Variances of runs that are slower than predicted, in the order of `GENERAL_PARTS`."""
         return np.array([getattr(self, name) for name in GENERAL_PARTS]) ** 2
+
+
+def faster_squares(squares: Floats, below: float) -> Floats:
+    """Return the variances of runs that are faster than predicted, from those of slower ones."""
+    return squares * np.where(np.array(GENERAL_PARTS) == "any_step", 1.0, below**2)
 
 
 @lru_cache(maxsize=1)
@@ -175,7 +182,8 @@ class Familiarity(Rows):
         if calibration.most_devices:
             degrees["size"] = np.sqrt(np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0))
         novelty = np.column_stack([np.broadcast_to(degrees.get(name, 0.0), size) for name in NOVELTIES])
-        kinds = (problem.model.moe is not None, not (problem.framework.megatron_layers or is_measured))
+        is_own = not (problem.framework.megatron_layers or is_measured)
+        kinds = (problem.model.moe is not None, is_own, is_own and problem.training.finetuning is not None)
         return cls(
             kind_variance=np.nan_to_num(kind_spreads) ** 2,
             weight=np.where(np.isnan(kind_spreads) | novelty.any(axis=1), 0.0, 1.0),
@@ -235,10 +243,14 @@ class Familiarity(Rows):
     def sides(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
         """Return the spreads of every plan, given its times."""
         weight, parts = self.own_parts(terms_s, step_s)
-        general = add_up(parts[:, at] * square for at, square in enumerate(general_spreads().squares))
-        faster, slower = self.equipment(terms_s, step_s)
-        below = weight * self.kind_variance + faster + general_spreads().below ** 2 * general
-        return Sides(np.sqrt(below), np.sqrt(weight * self.kind_variance + slower + general))
+        squares = general_spreads().squares
+        by_runs, equipment = weight * self.kind_variance, self.equipment(terms_s, step_s)
+        general = Sides(faster_squares(squares, general_spreads().below), squares)
+        below, above = (
+            np.sqrt(by_runs + own + add_up(parts[:, at] * square for at, square in enumerate(side)))
+            for own, side in zip(equipment, general, strict=True)
+        )
+        return Sides(below, above)
 
     def equipment(self, terms_s: Mapping[str, Floats], step_s: Floats) -> Sides:
         """Variances of devices and links on both sides: a slow link costs more of a step than a fast one saves."""
@@ -264,7 +276,8 @@ def spread_range(problem: Problem) -> tuple[float, float]:
     """Return (smallest spread of any plan, largest one expected of a candidate for the fastest), for slower runs."""
     calibration, general, squares = problem.calibration, general_spreads(), general_spreads().squares
     usual = general.any_step**2 + (general.mixture**2 if problem.model.moe else 0.0)
-    usual += 0.0 if problem.framework.megatron_layers or problem.timings.has_kernels else general.own_layers**2
+    if not (problem.framework.megatron_layers or problem.timings.has_kernels):
+        usual += general.own_layers**2 + (general.own_tuning**2 if problem.training.finetuning else 0.0)
     hardest = usual + _HARD_SHARE**2 * squares[1 : 1 + len(HARD)].max()
     apart = calibration.experts_time_spread is not None and problem.model.moe is not None
     variances = calibration.time_spreads[[(name == "experts_time_spread") == apart for name in TIME_SPREADS]] ** 2

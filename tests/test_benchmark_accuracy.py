@@ -1,0 +1,31 @@
+"""The fit of the intervals (`benchmarks/accuracy.py`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from accuracy import Unseen, fitted_spreads
+
+from autoplan.cost.spreads import GENERAL_PARTS, Sides
+
+
+def test_plain_runs_have_a_symmetric_interval_of_their_own_beside_runs_that_err_upwards() -> None:
+    random, num_sources, num_runs = np.random.default_rng(7), 40, 50
+    is_other_code = np.repeat(np.arange(num_sources) % 2 == 1, num_runs)
+    error = np.where(is_other_code, np.abs(random.normal(0.0, 0.5, len(is_other_code))), 0.0)
+    error = np.where(is_other_code, error, random.normal(0.0, 0.1, len(is_other_code)))
+    parts = np.zeros((len(error), len(GENERAL_PARTS)))
+    parts[:, GENERAL_PARTS.index("any_step")] = 1.0
+    parts[:, GENERAL_PARTS.index("own_layers")] = is_other_code
+    none = np.zeros(len(error))
+    sources = np.repeat([f"source {at}" for at in range(num_sources)], num_runs)
+    unseen = Unseen(sources=sources, error=error, first_error=error, own=Sides(none, none), parts=parts)
+    fitted = fitted_spreads(unseen)
+    below, above = unseen.plain.sides(fitted)
+    assert set(unseen.plain.sources) == {f"source {at}" for at in range(0, num_sources, 2)}
+    assert below == pytest.approx(above)
+    assert above == pytest.approx(0.1, rel=0.1)
+    assert unseen.plain.inside(unseen.plain.error, fitted).mean() == pytest.approx(0.9, abs=0.01)
+    assert fitted.below < 0.5
+    beyond = error[is_other_code] > 1.645 * unseen.sides(fitted).above[is_other_code]
+    assert beyond.mean() == pytest.approx(0.05, abs=0.03)
