@@ -26,9 +26,10 @@ from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Confidence, Contender, RankedPlan, SearchResult
 
-# Standard deviation of the logarithm of any ratio, in addition to the calibration's part.  Fits to 32,000 pairs of runs
-# from 19 published sources give .055 to .085, depending on the source left out; with the largest value the 90 %
-# interval contains .89 of the pairs, averaged over sources (benchmarks/results, choice).
+# Standard deviation of the logarithm of any ratio, in addition to the calibration's part.  Fits to 35,000 pairs of runs
+# from 19 published sources give .040 to .065, depending on the source left out, and gave .055 to .085 while the
+# intervals of steps were narrower; with the largest value the 90 % interval contains .93 of the pairs, averaged over
+# sources (benchmarks/results, choice).
 OWN_SPREAD = 0.085
 
 _SEARCHED_FLAGS = tuple(axis.name for axis in SEARCHED if axis.kind is Kind.FLAG)
