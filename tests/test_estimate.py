@@ -78,7 +78,7 @@ PLAIN = Framework(name="plain").changed(
     host_s_per_block_backward=0.0,
     host_s_per_collective=0.0,
     step_overhead_s=0.0,
-    grad_reduce_overlap=False,
+    all_reduce_overlap_share=0.0,
     tp_reduce_overlap=False,
     sharded_reduce_overlap=False,
     param_gather_overlap=False,
@@ -641,7 +641,7 @@ def test_a_tied_embedding_is_reduced_between_first_and_last_stage() -> None:
 
 
 def test_overlap_hides_a_reduction_under_the_backward_pass_of_a_large_batch() -> None:
-    framework = PLAIN.changed(grad_reduce_overlap=True, sharded_reduce_overlap=True, param_gather_overlap=True)
+    framework = PLAIN.changed(all_reduce_overlap_share=1.0, sharded_reduce_overlap=True, param_gather_overlap=True)
     plan = ParallelPlan(global_batch=64, micro_batch=8, dp_shard=8)
     shown = terms_of(problem_of(framework=framework), plan)
     whole = terms_of(problem_of(), plan)
@@ -1148,7 +1148,7 @@ def test_messages_that_are_polled_take_so_much_longer() -> None:
 
 
 def test_an_all_reduce_hides_only_where_the_network_is_free_of_tensor_parallelism() -> None:
-    traits = {"grad_reduce_overlap": True}
+    traits = {"all_reduce_overlap_share": 1.0}
     inside = ParallelPlan(global_batch=16, micro_batch=4, tp=8, dp_shard=4, sharding="none")
     across = dataclasses.replace(inside, tp=16)
     for plan, hides in ((inside, True), (across, False)):
@@ -1203,7 +1203,7 @@ def test_members_of_a_data_parallel_group_delay_its_collectives_in_a_pipeline_ac
 
 
 def test_an_interleaved_pipeline_reduces_and_gathers_its_chunks_beside_the_passes_of_others() -> None:
-    overlaps = {"grad_reduce_overlap": True, "sharded_reduce_overlap": True, "param_gather_overlap": True}
+    overlaps = {"all_reduce_overlap_share": 1.0, "sharded_reduce_overlap": True, "param_gather_overlap": True}
     shares = []
     for vp in (2, 4):
         plan = ParallelPlan(global_batch=128, micro_batch=4, pp=2, vp=vp, schedule="interleaved", dp_shard=8)
@@ -1228,9 +1228,9 @@ def test_scales_of_past_steps_are_agreed_on_at_the_end_of_every_pass_by_all_rank
 
 def test_half_an_overlap_leaves_half_of_the_backward_pass_uncovered() -> None:
     plan = dataclasses.replace(TWO_NODES, micro_batch=2)  # one of them
-    traits = {"grad_reduce_overlap": True, "reduce_bucket_bytes": 2e5}
+    traits = {"reduce_bucket_bytes": 2e5}
     whole, half, none = (
-        priced(plan, **traits, grad_reduce_overlap_share=share)["data_parallel_reduce"] for share in (1.0, 0.5, 0.0)
+        priced(plan, **traits, all_reduce_overlap_share=share)["data_parallel_reduce"] for share in (1.0, 0.5, 0.0)
     )
     # Contention apart, which costs a tenth of what overlaps.
     assert (none - half) / 0.9 == pytest.approx((none - whole) / 1.8)
@@ -1258,7 +1258,7 @@ def test_the_allocator_retries_once_a_layer_where_a_full_device_leaves_no_room_f
         {"cross_node_pipeline_s_per_tp": -1e-6},
         {"cross_node_pipeline_s_per_dp": -1e-6},
         {"message_poll_s": -0.1},
-        {"grad_reduce_overlap_share": 1.5},
+        {"all_reduce_overlap_share": 1.5},
     ],
 )
 def test_traits_of_a_steps_end_are_refused_outside_their_range(traits: dict[str, float]) -> None:

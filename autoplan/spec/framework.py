@@ -236,16 +236,16 @@ class Overlap:
     tp_overlap_share: float = 0.0  # of the tensor-parallel collectives that hides under GEMMs
     # Overlapped products run in so many pieces, each beside the traffic of another one; 0: they stay as they are.
     tp_overlap_pieces: int = 0
-    grad_reduce_overlap: bool = True  # an unsharded all-reduce, under the last micro-batch's backward pass
-    grad_reduce_overlap_share: float = 1.0  # of the first stage's last backward pass that can hide an all-reduce
-    sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, likewise
+    # Of the last micro-batch's backward pass, on the first stage, that can hide an unsharded all-reduce; 0: not at all.
+    all_reduce_overlap_share: float = 1.0
+    sharded_reduce_overlap: bool = True  # the reduce-scatter of sharded gradients, under all of that pass
     param_gather_overlap: bool = True  # under the next step's first forward pass
     fsdp_unhidden_share: float = 0.15  # of the shorter of computing and gathering that does not hide behind the longer
     p2p_overlap: bool = True  # interleaved schedules and GPipe send while they compute
 
     def __post_init__(self) -> None:
         check_count("tp_overlap_pieces", self.tp_overlap_pieces, at_least=0, at_most=1000)
-        _check(self, tp_overlap_share=(0, 1), grad_reduce_overlap_share=(0, 1), fsdp_unhidden_share=(0, 1))
+        _check(self, tp_overlap_share=(0, 1), all_reduce_overlap_share=(0, 1), fsdp_unhidden_share=(0, 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -174,7 +174,6 @@ def shown_reduce_s(
     first stage overlaps its reduction with its own last backward pass.
     Source: Megatron-LM core/pipeline_parallel/schedules.py, grad_sync_func.
     """
-    framework = problem.framework
     # If tensor parallelism leaves the scale-up domain, its collectives use the network throughout a pass.
     is_free = batch.tp <= problem.cluster.levels[-1].num_devices
     overlapped = (batch.grad_reduce_overlap & _can_hide_reduction(problem, batch) & is_free)[:, None]
@@ -186,7 +185,9 @@ def shown_reduce_s(
     # passes they have gradients of weights left to compute until every stage is done.
     backward = backward_s / batch.vp[:, None]
     in_one = overlapped & (_chunks(batch) == 1)[:, None]
-    last_pass_s = np.where(in_one, framework.overlap.grad_reduce_overlap_share * backward_s, 0.0)
+    is_plain = (batch.sharding == Sharding.NONE.code)[:, None]
+    hiding = np.where(is_plain, problem.framework.overlap.all_reduce_overlap_share, 1.0)
+    last_pass_s = np.where(in_one, hiding * backward_s, 0.0)
     slack = np.where(batch.splits_backward[:, None], last_pass_s, np.cumsum(backward, axis=1) - backward)
     slack[:, 0] = last_pass_s[:, 0]
     # The last bucket is ready only when the backward pass is over.
@@ -224,7 +225,7 @@ def _can_hide_reduction(problem: Problem, batch: PlanBatch) -> Bools:
     """Return whether the framework overlaps gradient reduction with the backward pass."""
     overlap = problem.framework.overlap
     sharded = overlap.sharded_reduce_overlap & ~accumulates_full_gradients(problem, batch)
-    return np.where(batch.sharding == Sharding.NONE.code, overlap.grad_reduce_overlap, sharded)
+    return np.where(batch.sharding == Sharding.NONE.code, overlap.all_reduce_overlap_share > 0, sharded)
 
 
 def _chunks(batch: PlanBatch) -> Ints:

@@ -230,7 +230,7 @@ def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParamete
     per_weight, per_grad = (
         copies * copied_bytes + np.where(is_quantized, MOVED_PER_QUANTIZED, 0.0)
         for copied_bytes, is_quantized in (
-            (2 * element, batch.quantized_gathers),
+            (np.full(len(batch), 2.0 * element), batch.quantized_gathers),
             (element + reduced_grad_bytes(problem, batch), batch.quantized_reductions),
         )
     )
