@@ -150,3 +150,11 @@ def test_runs_of_ones_own_bring_the_answer_to_their_level(tmp_path: Path) -> Non
     said(tmp_path, "calibrate", "--runs", "runs.csv", "--out", "ours.toml")
     said(tmp_path, "search", *asked, "--calibration", "ours.toml", "--out", "ours.json")
     assert json.loads((tmp_path / "ours.json").read_text())["best"]["step_s"] > 1.05 * before
+
+
+def test_a_comparison_says_which_devices_nobody_measured(tmp_path: Path) -> None:
+    clusters = ("--cluster", "h100-sxm:1x4", "--cluster", "rubin:1x4")
+    printed = said(tmp_path, "compare", "llama3-8b", *clusters, "--global-batch", "32", "--seq-len", "4k")
+    warnings = [line for line in printed.splitlines() if line.startswith("autoplan: warning: ")]
+    assert len(warnings) == 1
+    assert "rubin has the figures that its maker announced, and no run on it was measured" in warnings[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Unpack, cast
 
 from autoplan.api.problem import ProblemOptions, check_names, limit_texts, make_problem, make_space
-from autoplan.api.results import Progress, Result, Table
+from autoplan.api.results import Progress, Result, Table, unmeasured_text
 from autoplan.api.training_run import RunOptions, make_run, parse_sizes, priced, resized
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import encode
@@ -31,6 +31,7 @@ class CompareResult(Result):
     """The fastest plans of clusters and node counts, in the given order."""
 
     outcomes: tuple[Compared, ...]
+    warnings: tuple[str, ...] = ()  # devices that nobody measured
 
     @property
     def headline(self) -> str:
@@ -113,7 +114,8 @@ def compare(
         raise NoPlanError(
             f"none of these clusters and sizes has a plan; {outcomes[-1].cluster}: {outcomes[-1].outcome.why}"
         )
-    return CompareResult(outcomes=tuple(outcomes))
+    warnings = tuple(dict.fromkeys(filter(None, map(unmeasured_text, problems.values()))))
+    return CompareResult(outcomes=tuple(outcomes), warnings=warnings)
 
 
 def fastest(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Space], run: Run) -> SizeOutcome:

@@ -225,3 +225,15 @@ class MixedPlanResult(FileResult[MixedPlanFile]):
         from autoplan.report.trace import trace_json
 
         return trace_json(mixed_timeline(self.problem, self.best.plan), self.described(self.best))
+
+
+def unmeasured_text(problem: Problem) -> str:
+    """Say that no run on the device of a problem was measured, and how wide that makes the interval; else nothing."""
+    device = problem.cluster.device
+    if not device.rate_spread or device.vendor == "cpu" or problem.timings.has_kernels:
+        return ""
+    why = f"no run on {device.name} was measured"
+    if device.is_announced:
+        why = f"{device.name} has the figures that its maker announced, and no run on it was measured"
+    allowance = f"the interval allows for {100 * device.rate_spread:.0f} % in its rates"
+    return f"{why}, so {allowance}; autoplan profile measures them"

@@ -25,7 +25,7 @@ from autoplan.api.problem import (
     space_of,
     unpriced_parts,
 )
-from autoplan.api.results import Progress
+from autoplan.api.results import Progress, unmeasured_text
 from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import GIB, format_bytes
@@ -298,15 +298,8 @@ def _result(file: PlanFile, problem: Problem) -> PlanResult:
     if file.best.verdict != "fits":
         risk = f"{100 * file.best.oom_probability:.0f} %"
         warnings.append(f"no plan fits safely: the OOM risk of this one is {risk}")
-    device = problem.cluster.device
-    if device.rate_spread and device.vendor != "cpu" and not problem.timings.has_kernels:
-        why = f"no run on {device.name} was measured"
-        if device.is_announced:
-            why = f"{device.name} has the figures that its maker announced, and {why.replace(device.name, 'it')}"
-        warnings.append(
-            f"{why}, so the interval allows for {100 * device.rate_spread:.0f} % "
-            "in its rates; autoplan profile measures them"
-        )
+    if remark := unmeasured_text(problem):
+        warnings.append(remark)
     if problem.link_spread >= UNLIKE_LINKS and problem.cluster.num_devices > 1:
         factor = math.exp(NORMAL_90 * problem.link_spread)
         warnings.append(

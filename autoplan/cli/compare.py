@@ -24,7 +24,7 @@ from autoplan.cli.options import (
     SeqLenOption,
 )
 from autoplan.cli.progress import progress_bar
-from autoplan.cli.remarks import print_written
+from autoplan.cli.remarks import print_warnings, print_written
 
 ClusterOption = Annotated[
     list[str],
@@ -90,6 +90,7 @@ def compare(
         typer.echo(compared.to_json(), nl=False)
     else:
         report.compare.print_compared(report.terminal.make_console(), compared.outcomes)
+    print_warnings(compared.warnings, quiet=quiet)
     if svg is not None:
         write_text(svg, compared.draw(), force=force)
         print_written(svg, quiet=quiet)
