@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -48,6 +48,16 @@ def _cheapest_cut(costs: Floats, join: np.ufunc) -> tuple[float, tuple[int, ...]
         layers.append(1 + end - int(begins[end]))
         end = int(begins[end])
     return float(best[-1]), tuple(reversed(layers))
+
+
+def spread_layers(num_layers: int, least: int, most: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield all ways to spread layers over stages of `least` to `most` layers each."""
+    if not most:
+        yield from [()] if num_layers == 0 else []
+        return
+    first, *others = most
+    for layers in range(max(least, num_layers - sum(others)), min(first, num_layers - least * len(others)) + 1):
+        yield from ((layers, *after) for after in spread_layers(num_layers - layers, least, others))
 
 
 def split_microbatches(

@@ -20,6 +20,7 @@ from autoplan.cost.memory.stage_memory import transient_bytes
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.cost.step import straggler_share
 from autoplan.frameworks.common.rules import legal
+from autoplan.search.balance import spread_layers
 from autoplan.search.bounds import KindCosts, kind_costs
 from autoplan.search.cells import Cell, expert_degrees
 from autoplan.search.layouts import chunk_counts
@@ -266,6 +267,20 @@ class MixedSpace:
             m = np.clip((ways.most_rate * within_s / size + ROUNDING).astype(np.int64), 1, m)
         passes_s, chunks = self._passes_s(ways, m, costs, states)
         return Rates(most=m * size / passes_s, chunks=chunks, end_s=self._rest_s(ways, states))
+
+    def layouts(self, candidate: Candidate, within_s: float) -> Iterator[tuple[Structure, tuple[int, ...]]]:
+        """Yield the structures and layers of stages with which plans of a single group may take `within_s` or less."""
+        (group,), (row,), structure = candidate.groups, candidate.rows, self.structure(candidate)
+        ways = group.take(np.array([row]))
+        kinds, costs = ways.kinds, self._costs(ways, ways.kinds.dp_shard)
+        m = -(-self.global_batch // (kinds.dp_shard * kinds.micro_batch))
+        passes_s = within_s / (1.0 + straggler_share(ways.num_devices)) - self._rest_s(ways, costs)
+        for vp in self.chunks(ways.parts, int(kinds.pp[0])):
+            if (vp == 1) == (kinds.vp[0] == 1):
+                bounds = PipelineBounds.of(self, ways, costs, costs, (vp,))
+                (most,) = bounds.layers_within(m, passes_s).tolist()
+                of_vp = replace(structure, kinds=(replace(structure.kinds[0], vp=vp),))
+                yield from ((of_vp, layers) for layers in spread_layers(self.problem.model.num_layers, vp, most))
 
     def exchange_s(self, groups: Sequence[Ways]) -> float:
         """Lower bound on the exchange of gradients and updated weights between groups on parts that are far apart."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -113,7 +113,24 @@ class PipelineBounds(Rows):
         return result
 
     def _bisected_s(self, m: Ints) -> Floats:
-        """Smallest time in which the stages can take all layers, each as many whole ones as its path and memory allow.
+        """Smallest time in which the stages can take all layers."""
+        layers_within, _ = self._capacity(m)
+        low = m * self.num_layers / (1.0 / self.leanest_s).sum(axis=1)
+        high = WIDEST * (low + m * self.head_s) + self.sends_s(m)
+        for _ in range(BISECTIONS):
+            middle = np.sqrt(low * high)
+            enough = layers_within(middle).sum(axis=1) >= self.num_layers
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        return low
+
+    def layers_within(self, m: Ints, time_s: Floats) -> Ints:
+        """Upper bound on the layers of every stage in plans of `m` micro-batches that take `time_s` or less."""
+        layers_within, order = self._capacity(m)
+        layers = np.take_along_axis(layers_within(time_s), np.argsort(order, axis=1), axis=1)
+        return np.maximum(layers, 0).astype(np.int64)
+
+    def _capacity(self, m: Ints) -> tuple[Callable[[Floats], Floats], Ints]:
+        """Return (the most whole layers of every stage in a time, by its path and memory; the order of the stages).
 
         The path of a stage (`one_forward_one_backward_s`) is its own work, all work before it, and the work after it
         that its warm-up and cool-down do not cover.  With c covered passes the uncovered work is at least the work
@@ -135,24 +152,21 @@ class PipelineBounds(Rows):
             for values in (head_s, self.leanest_s, self.most_layers, factor, twice)
         )
 
-        def layers_within(free_s: Floats) -> Floats:
+        def fitting(free_s: Floats) -> Floats:
             return np.minimum(np.floor(np.maximum(free_s - head_s, 0.0) / leanest_s + ROUNDING), most_layers)
 
-        low = m * self.num_layers / (1.0 / self.leanest_s).sum(axis=1)
-        high = WIDEST * (low + m * self.head_s) + sends_s
-        for _ in range(BISECTIONS):
-            middle = np.sqrt(low * high)
-            work_s = (middle - sends_s)[:, None]
-            layers = layers_within(work_s / m[:, None])
+        def layers_within(time_s: Floats) -> Floats:
+            work_s = (time_s - sends_s)[:, None]
+            layers = fitting(work_s / m[:, None])
             for _ in range(PATH_ROUNDS):
                 fastest = np.diff(np.minimum(np.cumsum(layers, axis=1), self.num_layers), axis=1, prepend=0.0)
                 once_s = ((fastest * leanest_s).sum(axis=1, keepdims=True) + self.head_s[:, None]) / chunks
                 free_s = (work_s - once_s) / factor
                 of_first_s = np.divide(work_s - 2 * once_s, twice, out=np.full_like(free_s, np.inf), where=twice > 0)
-                layers = np.minimum(layers, layers_within(np.minimum(free_s, of_first_s)))
-            enough = layers.sum(axis=1) >= self.num_layers
-            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-        return low
+                layers = np.minimum(layers, fitting(np.minimum(free_s, of_first_s)))
+            return layers
+
+        return layers_within, order
 
     def sends_s(self, m: Ints) -> Floats:
         """Lower bound on the time added by messages."""

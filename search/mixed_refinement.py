@@ -124,6 +124,17 @@ class Refiner:
             RefinedStructure(structure=draft.structure, cost=draft.cost) for draft in drafts if draft.cost
         )
 
+    def priced(self, layouts: Iterable[tuple[Structure, tuple[int, ...]]]) -> list[MixedCost]:
+        """Return the costs of all answers among structures of one kind with these layers."""
+        plans = [
+            plan
+            for structure, layers in layouts
+            if (rounds := self._split(structure, (), ())) and (plan := self._plan(structure, [layers], rounds, None))
+        ]
+        self.num_priced += len(plans)
+        costs = zip(estimate_mixed(self.problem, plans), self.accepts(plans), strict=True)
+        return [cost for cost, is_answer in costs if is_answer]
+
     def ordered(self, refined: Iterable[RefinedStructure]) -> list[RefinedStructure]:
         """Return structures in the order of their best plans."""
         return sorted(refined, key=lambda structure: order_of(self.most_z, structure.cost))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 
@@ -47,6 +48,7 @@ KEPT_FORMS = 4  # of these, whose other axes are tried
 MAX_AXES = 16
 ABOUT = 1.05  # times the smallest possible time of combined groups, at which their ways are compared
 MAX_JOINT, MIN_JOINT = 20_000, 3  # structures of combined groups, and ways of each with the same axes
+MAX_LAYOUTS = 512  # of single groups whose bounds leave them open, priced one by one
 KEPT_PLANS = 20
 
 # Exclusions, for the certificate.
@@ -190,10 +192,10 @@ def _searched(
 
     refiner = Refiner(problem, global_batch, is_answer, most_z, space.equal)
     candidates = candidates_of(space)
-    refined = _refined(
-        space, refiner, candidates, min((cost.step_s for cost in costs if cost.oom_z <= most_z), default=np.inf)
-    )
-    costs = sorted((*costs, *(candidate.cost for candidate in refined)), key=partial(order_of, most_z))
+    alone_s = min((cost.step_s for cost in costs if cost.oom_z <= most_z), default=np.inf)
+    costs += [candidate.cost for candidate in _refined(space, refiner, candidates, alone_s)]
+    left = _closed(space, refiner, sorted(itertools.chain(*candidates.values()), key=attrgetter("least_s")), costs)
+    costs.sort(key=partial(order_of, most_z))
     fitting = [cost for cost in costs if cost.oom_z <= most_z]
     near = [cost for cost in fitting if cost.step_s <= (1 + margin) * fitting[0].step_s]
     best: dict[object, MixedCost] = {}  # by distribution of layers and micro-batches
@@ -201,8 +203,7 @@ def _searched(
         best.setdefault(cost.plan.kinds, cost)
     ranked = tuple(best.values())[:KEPT_PLANS]
     best_s = ranked[0].step_s if ranked else np.inf
-    faster = [candidate for of_parts in candidates.values() for candidate in of_parts if candidate.least_s < best_s]
-    bounds.append(fastest_s(space, faster, best_s))
+    bounds.append(fastest_s(space, [candidate for candidate in left if candidate.least_s < best_s], best_s))
     waits_s = global_batch * slowest_input(problem.training, problem.cluster.num_nodes)[0]
     certificate = MixedCertificate(
         structures=sum(map(len, candidates.values())),
@@ -212,6 +213,23 @@ def _searched(
         limits=(*LIMITS, *((STARTED,) if space.equal.replicas else ()), *space.describe()),
     )
     return MixedResult(ranked=ranked, closest=costs[0] if costs and not ranked else None, certificate=certificate)
+
+
+def _closed(
+    space: MixedSpace, refiner: Refiner, candidates: Sequence[Candidate], costs: list[MixedCost]
+) -> list[Candidate]:
+    """Add the costs of all plans of single groups that may be the fastest, best bounds first, and return the others."""
+    left, num_open = [], MAX_LAYOUTS
+    for candidate in candidates:
+        best_s = min((cost.step_s for cost in costs if cost.oom_z <= space.most_z), default=np.inf)
+        if len(candidate.groups) > 1 or num_open == 0:
+            left.append(candidate)
+        elif candidate.least_s < best_s < np.inf:
+            layouts = list(itertools.islice(space.layouts(candidate, best_s), num_open + 1))
+            left += [candidate] if len(layouts) > num_open else []
+            costs += refiner.priced(layouts[:num_open])
+            num_open -= min(len(layouts), num_open)
+    return left
 
 
 def _priced(space: Space) -> Space:
@@ -246,9 +264,7 @@ def candidates_of(space: MixedSpace) -> dict[tuple[frozenset[int], bool], list[C
                 continue
             used = frozenset(itertools.chain(*grouping))
             by_parts[used, True] += _joined(space, [ways[group] for group in grouping])
-    return {
-        key: sorted(of_parts, key=lambda candidate: candidate.least_s) for key, of_parts in by_parts.items() if of_parts
-    }
+    return {key: sorted(of_parts, key=attrgetter("least_s")) for key, of_parts in by_parts.items() if of_parts}
 
 
 def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
@@ -275,14 +291,16 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
     max_choices = max(round((MAX_JOINT / max(len(keys), 1)) ** (1 / len(groups))), MIN_JOINT)
     overhead_s = min(calibration.overall for calibration in space.problem.calibrations)
     overhead_s *= space.problem.framework.host.step_overhead_s
-    for key in sorted(keys):
-        choices = (itertools.islice(table[key].values(), max_choices) for table in tables)
-        picks = np.array(list(itertools.product(*choices)))
-        rates = [ways.most_rate[rows] for ways, rows in zip(groups, picks.T, strict=True)]
-        least_s = _joint_s(space, groups, picks, rates, overhead_s)
-        for time_s, rows in zip(least_s.tolist(), picks.tolist(), strict=True):
-            if time_s < np.inf:
-                yield Candidate(time_s, tuple(groups), tuple(rows))
+    choices = [
+        rows
+        for key in sorted(keys)
+        for rows in itertools.product(*(itertools.islice(table[key].values(), max_choices) for table in tables))
+    ]
+    picks = np.array(choices, dtype=np.int64).reshape(-1, len(groups))
+    rates = [ways.most_rate[rows] for ways, rows in zip(groups, picks.T, strict=True)]
+    for time_s, rows in zip(_joint_s(space, groups, picks, rates, overhead_s).tolist(), choices, strict=True):
+        if time_s < np.inf:
+            yield Candidate(time_s, tuple(groups), rows)
 
 
 def _joint_s(
