@@ -86,10 +86,14 @@ def search_mixed(
     Plans that fit are ranked; if there are none, plans that may run out of memory, as on equal nodes.  `space_of`
     returns the plans of a single part; `accepts` says which plans the framework can start, of those with `equal` parts.
     The simplest plan that is slower than the fastest by at most `margin`, a share, comes first.  Where the best plan
-    leaves many devices idle, since their number divides badly, parts with fewer nodes are searched too.
+    leaves many devices idle, or a part alone does not share out the batch, since the number of devices divides badly,
+    parts with fewer nodes are searched too.
     """
     result = _search_all(problem, global_batch, space_of, accepts, equal, margin)
-    if result.ranked and result.ranked[0].plan.num_devices >= MIN_USED * problem.cluster.num_devices:
+    without_plan = [part for part, rate in enumerate(result.certificate.rates_alone) if rate == 0]
+    spaces = (space_of(problem.alone(part)) for part in without_plan)
+    divides = all(len(space.groups(space.cells())[0]) for space in spaces)
+    if divides and result.ranked and result.ranked[0].plan.num_devices >= MIN_USED * problem.cluster.num_devices:
         return result
     smaller = [
         _search_all(fewer, global_batch, space_of, accepts, equal, margin) for fewer in _with_fewer_nodes(problem)
@@ -209,7 +213,7 @@ def _searched(
         structures=sum(map(len, candidates.values())),
         plans=refiner.num_priced + sum(result.certificate.priced for result in results_alone if result),
         rates_alone=tuple(rates),
-        gap=max(1 - max(min(bounds), waits_s) / best_s, 0.0) if ranked else 1.0,
+        gap=max(1 - max(min(bounds), waits_s) / best_s, 0.0) if np.isfinite([best_s, min(bounds)]).any() else 0.0,
         limits=(*LIMITS, *((STARTED,) if space.equal.replicas else ()), *space.describe()),
     )
     return MixedResult(ranked=ranked, closest=costs[0] if costs and not ranked else None, certificate=certificate)
@@ -222,9 +226,9 @@ def _closed(
     left, num_open = [], MAX_LAYOUTS
     for candidate in candidates:
         best_s = min((cost.step_s for cost in costs if cost.oom_z <= space.most_z), default=np.inf)
-        if len(candidate.groups) > 1 or num_open == 0:
+        if len(candidate.groups) > 1 or num_open == 0 or best_s == np.inf:
             left.append(candidate)
-        elif candidate.least_s < best_s < np.inf:
+        elif candidate.least_s < best_s:
             layouts = list(itertools.islice(space.layouts(candidate, best_s), num_open + 1))
             left += [candidate] if len(layouts) > num_open else []
             costs += refiner.priced(layouts[:num_open])

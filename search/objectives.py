@@ -22,10 +22,13 @@ from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.kernels.sequences import useful
 from autoplan.search.ranking import seconds_per_sequence
 from autoplan.spec.estimate import CostEstimate
+from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_report import RunFigures
 from autoplan.spec.search_result import RankedPlan
 from autoplan.topology.cluster import ClusterSpec
+from autoplan.topology.mixed_cluster import MixedCluster
 
 Measure = Literal["time", "energy", "memory"]
 
@@ -168,7 +171,12 @@ def costs_of(objectives: Iterable[Objective], figures: RunFigures) -> tuple[floa
 
 
 def figures_at(
-    problem: Problem, run: Run, *, seconds_per_sequence: float, joules_per_sequence: float | None, memory_bytes: float
+    problem: Problem | MixedProblem,
+    run: Run,
+    *,
+    seconds_per_sequence: float,
+    joules_per_sequence: float | None,
+    memory_bytes: float,
 ) -> RunFigures:
     """Return the figures of a plan with these measures, or bounds on figures from bounds on measures."""
     cluster, seq_len = problem.cluster, useful(problem.training).tokens
@@ -215,12 +223,12 @@ def measures_of_plan(problem: Problem, measures: Sequence[Measure], plan: Ranked
     return tuple(values[name]() for name in measures)
 
 
-def _joules_per_sequence(problem: Problem, plan: RankedPlan) -> float:
+def _joules_per_sequence(problem: Problem | MixedProblem, plan: RankedPlan | MixedCost) -> float:
     terms = {name: np.array(value) for name, value in plan.terms_s.items()}
     return float(step_energy_j(problem.cluster, terms, np.array(plan.step_s))) / plan.plan.global_batch
 
 
-def figures(problem: Problem, run: Run, plan: RankedPlan) -> RunFigures:
+def figures(problem: Problem | MixedProblem, run: Run, plan: RankedPlan | MixedCost) -> RunFigures:
     """Return the figures of a run with a plan."""
     return figures_at(
         problem,
@@ -231,7 +239,9 @@ def figures(problem: Problem, run: Run, plan: RankedPlan) -> RunFigures:
     )
 
 
-def least_figures(problem: Problem, run: Run, *, seconds_per_sequence: float, memory_bytes: float) -> RunFigures:
+def least_figures(
+    problem: Problem | MixedProblem, run: Run, *, seconds_per_sequence: float, memory_bytes: float
+) -> RunFigures:
     """Return lower bounds on figures from bounds on time and memory, with at least the power of waiting devices."""
     joules = waiting_power_w(problem.cluster) * seconds_per_sequence if _has_power(problem.cluster) else None
     return figures_at(
@@ -243,6 +253,6 @@ def least_figures(problem: Problem, run: Run, *, seconds_per_sequence: float, me
     )
 
 
-def _has_power(cluster: ClusterSpec) -> bool:
+def _has_power(cluster: ClusterSpec | MixedCluster) -> bool:
     """Return whether the power of the cluster is known, and therefore the energy."""
-    return cluster.host.power_w is not None
+    return all(part.host.power_w is not None for part in cluster.parts)

@@ -216,7 +216,8 @@ def _why_none(
 ) -> str:
     """Explain why no size has a plan for the run, with the way out."""
     if slow := [outcome for outcome in outcomes if outcome.why == TOO_SLOW]:
-        return _why_slow(slow, run)
+        of_sizes = [(counted(size.num_nodes, "node"), size.best.figures if size.best else size.least) for size in slow]
+        return why_slow([(size, figures) for size, figures in of_sizes if figures], run)
     if all(size.refusal for size in sizes):
         return (
             f"{min(sizes, key=lambda size: size.num_nodes).refusal}: give fewer nodes, or shorter times that you know"
@@ -227,29 +228,28 @@ def _why_none(
     raise AssertionError("a plan that is not too slow for the run is an answer")
 
 
-def _why_slow(outcomes: Sequence[SizeOutcome], run: Run) -> str:
-    of_sizes = [(size.num_nodes, size.best.figures if size.best else size.least) for size in outcomes]
-    takes = [(figures.run_s, figures.device_hours, nodes) for nodes, figures in of_sizes if figures and figures.run_s]
+def why_slow(of_sizes: Sequence[tuple[str, RunFigures]], run: Run) -> str:
+    """Explain why no size is fast enough for a run, from the figures of the best plan on each, or bounds on them."""
+    takes = [(figures.run_s, figures.device_hours, size) for size, figures in of_sizes if figures.run_s]
     if not takes:
-        nodes, figures = of_sizes[-1]
-        assert figures is not None
+        size, figures = of_sizes[-1]
         lasts_s = figures.budget_s or 0.0
         return (
-            f"{run.device_hours:,.0f} device hours last {format_days(lasts_s)} on {counted(nodes, 'node')}, "
+            f"{run.device_hours:,.0f} device hours last {format_days(lasts_s)} on {size}, "
             f"the deadline is {format_days(run.deadline_s or 0.0)}: give more nodes, or fewer hours"
         )
     fastest, leanest = min(takes), min(takes, key=lambda took: took[1] or math.inf)
     demands, ways = [], []
     if run.deadline_s is not None:
         demands.append(
-            f"the deadline is {format_days(run.deadline_s)}, the fastest size ({counted(fastest[2], 'node')}) takes "
+            f"the deadline is {format_days(run.deadline_s)}, the fastest size ({fastest[2]}) takes "
             f"{format_days(fastest[0])} or more"
         )
         ways += ["more nodes", "a later deadline"]
     if run.device_hours is not None:
         demands.append(
             f"there are {run.device_hours:,.0f} device hours, the size that needs least "
-            f"({counted(leanest[2], 'node')}) takes {leanest[1]:,.0f} or more"
+            f"({leanest[2]}) takes {leanest[1]:,.0f} or more"
         )
         ways.append("more device hours")
     return (

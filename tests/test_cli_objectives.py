@@ -112,8 +112,21 @@ def test_listed_nodes_have_no_other_sizes_and_missing_power_is_named(folder: Pat
     Path("lab.toml").write_text(text + levels + network + '[[faults]]\nnode = 0\npart = "nic"\nrate_share = 0.5\n')
     with pytest.raises(InputError, match="a cluster file for each size"):
         run("search", *flags, "--nodes", "1,2")
-    with pytest.raises(InputError, match="mixed clusters"):
-        run("search", "--cluster", "h100-sxm:1x4+a100-sxm:1x4", *SEARCH[2:], "--tokens", "1T")
+    with pytest.raises(InputError, match="write how many there are of each part"):
+        run("search", "--cluster", "h100-sxm:1x4+a100-sxm:1x4", *SEARCH[2:], "--tokens", "1T", "--nodes", "1")
+
+
+def test_a_run_on_unlike_nodes_has_the_figures_of_all_sets_of_parts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--cluster", "h100-sxm:1x2+a100-sxm:1x2", *SEARCH[2:])
+    run("search", *flags, "--tokens", "1T", "--price", "h100-sxm=1,a100-sxm=9", "--objective", "cost-per-token")
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("goodput", "cost ", "per million tokens", "parts ", "1 x 2 h100-sxm + 1 x 2 a100-sxm"):
+        assert words in shown
+    report = json.loads(Path("plan.json").read_text())["run"]
+    assert report["best"]["parts"] == "1 x 2 h100-sxm"
+    assert len(report["outcomes"]) == 3
 
 
 def test_clusters_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

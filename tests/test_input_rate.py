@@ -127,6 +127,13 @@ def test_a_run_that_waits_for_samples_is_noticed_and_left_out(tmp_path: Path) ->
     assert [text.partition(":")[0] for text in found.warnings] == [
         "on-4 is 1.90 times as fast on 4 times the devices, while Amdahl's law from two smaller runs allows 2.29"
     ]
+    rate = found.warnings[0].rpartition(" ")[2]
+    assert rate == "3.8samples/s"
+    place = {"seq_len": 4096, "framework": "megatron-core", "calibration": found.calibration, "input_rate": rate}
+    for devices in (4, 8):  # Amdahl's law from the first two would allow 2.91 on 8
+        cluster = f"a100-sxm:1x{devices}"
+        best = autoplan.estimate("llama3.2-1b", cluster=cluster, global_batch=4 * devices, plan={}, **place).best
+        assert 4 * devices / best.step_s / 2.0 == pytest.approx(1.9, rel=0.03)
     marked = autoplan.calibrate(ecg_table(table, {1: 1.0, 2: 1.6, 4: 1.9, 8: 3.0}, input_bound=4))
     assert (marked.runs, marked.warnings) == (3, ("on-4 is left out: it is marked as input_bound",))
     # A quarter of serial work allows 2.91 on 8, and nothing more than 4.

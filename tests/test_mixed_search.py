@@ -324,6 +324,13 @@ def test_a_node_that_does_not_divide_the_batch_is_left_idle() -> None:
     assert four.step_s == pytest.approx(three.step_s)
 
 
+def test_a_part_that_does_not_divide_the_batch_is_searched_with_fewer_nodes() -> None:
+    """All of 48 devices have a plan that is half as fast as 24 of 32 of one kind, which share out 24 sequences."""
+    words = {"global_batch": 24, "seq_len": 4096, "framework": "deepspeed-zero"}
+    best = autoplan.search_mixed("qwen2.5-0.5b", cluster="a100-sxm:2x4+h200-sxm:1x8+mi300x:4x8", **words).best
+    assert best.plan.num_devices_on(2) == best.plan.num_devices == 24
+
+
 def test_joined_searches_are_led_by_plans_that_fit() -> None:
     problem = problem_of(scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "two"))
     plans = [plan_of(kinds=(replicas(count, 4, (0, 1, 12)),)) for count in (1, 2)]

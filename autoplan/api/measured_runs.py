@@ -230,7 +230,8 @@ def _stalled(names: Sequence[str], runs: Sequence[MeasuredRun]) -> Iterator[str]
             if speedup < STALLED * allowed:
                 yield (
                     f"{name} is {speedup:.2f} times as fast on {times:g} times the devices, while Amdahl's law from "
-                    f"two smaller runs allows {allowed:.2f}: if it waited for samples, set input_bound to 1 in its row"
+                    f"two smaller runs allows {allowed:.2f}: if it waited for samples, set input_bound to 1 in its "
+                    f"row, and plan with what it read, --input-rate {speedup * rate:.4g}samples/s"
                 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,7 @@ from typing import Any, Unpack
 from autoplan.api.launch_files import LaunchStart, start_from
 from autoplan.api.plan_files import load_mixed_plan, make_mixed_file
 from autoplan.api.problem import (
-    ProblemOptions,
     batches_of,
-    check_names,
     load_any_cluster,
     make_mixed_problem,
     priced_target,
@@ -21,7 +19,8 @@ from autoplan.api.problem import (
     space_flags,
     space_of,
 )
-from autoplan.api.results import MixedPlanResult
+from autoplan.api.results import MixedPlanResult, Progress
+from autoplan.api.training_run import RunOptions, SearchOptions, divided, make_run, objectives_of, priced_parts
 from autoplan.api.unlike_nodes import is_expressible
 from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed
@@ -31,6 +30,7 @@ from autoplan.launch.targets import refused_training, usual_start
 from autoplan.search import mixed_search
 from autoplan.search.advice import needed_text
 from autoplan.search.mixed_refinement import Accepts, accept_all
+from autoplan.search.mixed_run import search_parts
 from autoplan.search.simple import MAX_SLOWER
 from autoplan.search.structures import NOTHING_EQUAL, Equal
 from autoplan.spec.estimate import probability_above
@@ -59,38 +59,67 @@ def search_mixed(
     allow: Iterable[str] = (),
     prefer: str = "simple",
     robust: float | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    **options: Unpack[ProblemOptions],
+    progress: Progress | None = None,
+    **options: Unpack[SearchOptions],
 ) -> MixedPlanResult:
     """Return the fastest plans that fit on a mixed cluster and that an export target can start, best first.
 
     `cluster` is several clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or a loaded object.  The
-    other arguments are those of `search`; without `to`, plans are for the usual target of the framework.
+    other arguments are those of `search`; without `to`, plans are for the usual target of the framework.  For a run,
+    the parts that serve it best are found, too: each is used whole or not at all.
 
     Raises InputError for arguments that cannot be used, NoPlanError if no plan is legal or fits.
     """
-    check_names(options, ProblemOptions, "search_mixed")
+    problem_options, run = divided(options, "search_mixed")
     parts = load_any_cluster(cluster)
     if isinstance(parts, ClusterSpec):
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")
-    to, quantile, started = priced_target(to, options), quantile_of(prefer, robust), None
+    to, quantile, started = priced_target(to, problem_options), quantile_of(prefer, robust), None
+    if run and (launch_file is not None or quantile is not None):
+        raise InputError("objectives and runs are for a search without --from and --robust: leave these out")
     if launch_file is not None:
         stated: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
-        started = start_from(launch_file, parts.as_equal, options, variables=variables, target=target, **stated)
+        started = start_from(launch_file, parts.as_equal, problem_options, variables=variables, target=target, **stated)
         problem = make_mixed_problem(started.launch.model, cluster=parts, **started.options)
         problem = replace(problem, framework=problem.framework.choosing(started.plan))
         global_batch, to = started.global_batch, to or usual_of(problem, started.launch.target)
     elif model is None or seq_len is None or global_batch is None:
         raise InputError("give model, global_batch and seq_len, or a launch_file that has them")
     else:
-        problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **options)
+        problem = make_mixed_problem(model, cluster=parts, seq_len=seq_len, **problem_options)
     flags = space_flags(global_batch, fix=fix, at_most=at_most, forbid=forbid, allow=allow, to=to or usual_of(problem))
+    timings, command = options.get("timings") or "", "autoplan.search_mixed() of Python"
+    if run:
+        return _best_parts(problem, flags, run, timings, command, progress)
     margin = MAX_SLOWER if prefer == "simple" and quantile is None else 0.0
     result = fastest_plans(problem, flags, margin=margin, progress=progress)
     if quantile is not None:
         result = mixed_search.robust_order(result, quantile)
-    answer = result_of(problem, result, flags, options.get("timings") or "", "autoplan.search_mixed() of Python")
+    answer = result_of(problem, result, flags, timings, command)
     return replace(answer, file=replace(answer.file, today=_today(problem, started))) if started else answer
+
+
+def _best_parts(
+    problem: MixedProblem,
+    flags: SpaceFlags,
+    options: RunOptions,
+    timings: str,
+    command: str,
+    progress: Progress | None,
+) -> MixedPlanResult:
+    """Return the plan and the parts that serve a run best."""
+    if options.get("nodes"):
+        raise InputError("--nodes counts equal nodes: write how many there are of each part in --cluster")
+    run = make_run(options)
+    objectives = objectives_of(options, run, problem.training)
+    if any(objective.measure == "memory" for objective in objectives):
+        raise InputError("--objective memory-headroom is of equal devices: parts have unlike memory, leave it out")
+    problem, target = priced_parts(problem, options.get("price")), _target_of(problem, flags)
+    found = search_parts(problem, partial(_plans, flags=flags, target=target), objectives, run, progress)
+    if isinstance(found, MixedResult):
+        raise _no_plan(problem, found, target)
+    answer = result_of(found.problem, found.result, flags, timings, command)
+    return replace(answer, file=replace(answer.file, run=found.report))
 
 
 def _today(problem: MixedProblem, started: LaunchStart) -> MixedToday:
@@ -107,24 +136,41 @@ def fastest_plans(
     flags: SpaceFlags,
     *,
     margin: float = 0.0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> MixedResult:
     """Return the fastest plans of the space that fit and that its target starts, led by a simple one.
 
     That is slower than the fastest by a share of `margin` at most.  NoPlanError if no plan is legal or fits.
     """
+    target = _target_of(problem, flags)
+    result = _plans(problem, flags=flags, target=target, margin=margin, progress=progress)
+    if not result.ranked:
+        raise _no_plan(problem, result, target)
+    return result
+
+
+def _target_of(problem: MixedProblem, flags: SpaceFlags) -> Target | None:
     target = find_target(flags.to, problem.framework) if flags.to else None
     if target is not None and (why := refused_training(target, problem.training)):
         raise InputError(why)
+    return target
+
+
+def _plans(
+    problem: MixedProblem,
+    *,
+    flags: SpaceFlags,
+    target: Target | None,
+    margin: float = 0.0,
+    progress: Progress | None = None,
+) -> MixedResult:
     batches, found = batches_of(flags.global_batch, problem.cluster.num_devices), []
     for at, batch in enumerate(batches):
         space = partial(space_of, flags=replace(flags, global_batch=str(batch)))
         found.append(mixed_search.search_mixed(problem, batch, space, *_started_by(problem, target), margin=margin))
         if progress:
             progress(at + 1, len(batches))
-    result = mixed_search.best_of(found)
-    _check(problem, result, target)
-    return result
+    return mixed_search.best_of(found)
 
 
 def result_of(
@@ -163,17 +209,15 @@ def estimate_mixed(plan: MixedPlanResult | str | Path) -> MixedPlanResult:
     return MixedPlanResult(file=file, problem=saved.problem)
 
 
-def _check(problem: MixedProblem, result: MixedResult, target: Target | None) -> None:
-    """Refuse a result without a plan, with the reason."""
-    if result.ranked:
-        return
+def _no_plan(problem: MixedProblem, result: MixedResult, target: Target | None) -> NoPlanError:
+    """Return why a result has no plan."""
     if result.closest is None:
         if target is not None:
-            raise NoPlanError(
+            return NoPlanError(
                 f"no plan that was found is one that {target.title} starts on different nodes: name another target "
                 "with --to"
             )
-        raise NoPlanError(
+        return NoPlanError(
             "no plan: the global batch leaves no replica a micro-batch, the limits no degrees that divide, or "
             "cross_vendor_collectives = false no way to share out the layers; change one of them"
         )
@@ -181,4 +225,4 @@ def _check(problem: MixedProblem, result: MixedResult, target: Target | None) ->
     worst = max(stages, key=lambda stage: stage.oom_z)
     where = f" on {problem.cluster.parts[worst.part].name}"
     needed = needed_text(worst.memory_bytes, worst.capacity_bytes, probability_above(worst.oom_z), where)
-    raise NoPlanError(f"no plan fits: the closest needs {needed}: use more devices or a shorter sequence")
+    return NoPlanError(f"no plan fits: the closest needs {needed}: use more devices or a shorter sequence")

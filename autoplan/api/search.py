@@ -9,14 +9,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from autoplan.api.encoder_options import encoder_ranks
 from autoplan.api.plan_files import make_plan_file
 from autoplan.api.plan_result import PlanResult
 from autoplan.api.problem import (
     ProblemOptions,
-    check_names,
     load_cluster,
     make_problem,
     priced_target,
@@ -26,7 +25,7 @@ from autoplan.api.problem import (
     unpriced_parts,
 )
 from autoplan.api.results import Progress, unmeasured_text
-from autoplan.api.training_run import RunOptions, search_run
+from autoplan.api.training_run import RunOptions, SearchOptions, divided, search_run
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import GIB, format_bytes
 from autoplan.cost.spreads import NORMAL_90
@@ -58,10 +57,6 @@ WIDEST_MEASURED_ZERO3 = 512
 UNLIKE_LINKS = 0.5  # spread of their rates from which a search says so
 
 T = TypeVar("T")
-
-
-class SearchOptions(ProblemOptions, RunOptions, total=False):
-    """Options of a search other than those of its space: of the problem and of the planned run."""
 
 
 def search(
@@ -109,7 +104,7 @@ def search(
     Raises InputError for unusable arguments, NoPlanError if no plan fits, UnpricedError for a framework without rules.
     """
     quantile = quantile_of(prefer, robust)
-    problem_options, run = _divided(options)
+    problem_options, run = divided(options, "search")
     ranks = problem_options.get("encoder_ranks")
     if ranks and (run or launch_file is not None):
         raise InputError(
@@ -167,16 +162,6 @@ def _started(
     started = start_from(path, cluster, options, variables=variables, target=target, **stated)
     problem = started.problem()
     return started, replace(problem, framework=problem.framework.choosing(started.plan))
-
-
-def _divided(options: Mapping[str, Any]) -> tuple[ProblemOptions, RunOptions | None]:
-    """Return the options of the problem, and those of a run to plan for where there are any."""
-    problem_names, run_names = ProblemOptions.__annotations__, RunOptions.__annotations__
-    check_names(options, SearchOptions, "search")
-    run = {name: options.get(name) for name in run_names}
-    is_for_run = any(value not in (None, []) for value in run.values())
-    problem_options = {name: options[name] for name in options if name in problem_names}
-    return cast("ProblemOptions", problem_options), cast("RunOptions", run) if is_for_run else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

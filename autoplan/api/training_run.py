@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypedDict
+from typing import Any, TypedDict, cast
 
+from autoplan.api.problem import ProblemOptions, check_names
 from autoplan.api.results import Progress
 from autoplan.base.errors import InputError
 from autoplan.base.values import parse_count, parse_duration, parse_numbers, parse_positive, parse_tokens
 from autoplan.cost.goodput import Reliability
-from autoplan.search.objectives import Run, default_objective, find_objectives
+from autoplan.search.objectives import Objective, Run, default_objective, find_objectives
 from autoplan.search.sizes import SizeSearchResult, search_sizes, size_grid
 from autoplan.search.space import Space
 from autoplan.search.study import Shared
+from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import MAX_DEVICES
 
 
@@ -27,11 +30,24 @@ class RunOptions(TypedDict, total=False):
     tokens: float | str | None  # to train, such as "15T"
     deadline: float | str | None  # for these tokens
     gpu_hours: float | str | None  # device hours that may be spent
-    price: float | str | None  # of a device and hour, instead of the cluster's
+    price: float | str | None  # of a device and hour, instead of the cluster's; by part: "h100-sxm=3,a100-sxm=1.5"
     device_mtbf: float | str | None  # mean time between failures of one device
     checkpoint_time: float | str | None  # that a checkpoint stops the run for
     restart_time: float | str | None  # from a failure to the first step
     pue: float | str | None  # power of the building over that of its nodes
+
+
+class SearchOptions(ProblemOptions, RunOptions, total=False):
+    """Options of a search other than those of its space: of the problem and of the planned run."""
+
+
+def divided(options: Mapping[str, Any], function: str) -> tuple[ProblemOptions, RunOptions | None]:
+    """Return the options of the problem, and those of a run to plan for where there are any."""
+    check_names(options, SearchOptions, function)
+    run = {name: options.get(name) for name in RunOptions.__annotations__}
+    is_for_run = any(value not in (None, []) for value in run.values())
+    problem_options = {name: options[name] for name in options if name in ProblemOptions.__annotations__}
+    return cast("ProblemOptions", problem_options), cast("RunOptions", run) if is_for_run else None
 
 
 def make_run(options: RunOptions) -> Run:
@@ -84,6 +100,30 @@ def priced(problem: Problem, price: float | str | None) -> Problem:
     return replace(problem, cluster=replace(problem.cluster, price_per_device_hour=_positive(price, "--price")))
 
 
+def priced_parts(problem: MixedProblem, price: float | str | None) -> MixedProblem:
+    """Return the problem with prices of its devices: one of all, or a text such as 'h100-sxm=3,a100-sxm=1.5'."""
+    if price is None:
+        return problem
+    names = problem.cluster.part_names
+    items = [text.rpartition("=") for text in str(price).split(",")]
+    if unknown := [name for name, sign, _ in items if sign and name.strip() not in names]:
+        raise InputError(f"--price {price}: {unknown[0]!r} is not a part: they are {', '.join(names)}")
+    prices = {name.strip(): _positive(value, "--price") for name, _, value in items}
+    parts = [
+        replace(part, price_per_device_hour=prices.get(name, prices.get("", part.price_per_device_hour)))
+        for name, part in zip(names, problem.cluster.parts, strict=True)
+    ]
+    return replace(problem, cluster=replace(problem.cluster, parts=tuple(parts)))
+
+
+def objectives_of(options: RunOptions, run: Run, training: TrainingSpec) -> tuple[Objective, ...]:
+    """Return the objectives that the options name, or the default one of the run."""
+    objectives = find_objectives(options.get("objectives") or [default_objective(run)])
+    if training.input_rates and any(objective.measure == "energy" for objective in objectives):
+        raise InputError("--objective energy-per-token ranks steps that wait for no samples: leave --input-rate out")
+    return objectives
+
+
 def resized(problem: Problem, num_nodes: int) -> Problem:
     """Return the problem on another number of the same nodes."""
     cluster = problem.cluster
@@ -112,9 +152,7 @@ def search_run(
     tried.  `barred` are the axes and values that the user excluded.
     """
     run = make_run(options)
-    objectives = find_objectives(options.get("objectives") or [default_objective(run)])
-    if problem.training.input_rates and any(objective.measure == "energy" for objective in objectives):
-        raise InputError("--objective energy-per-token ranks steps that wait for no samples: leave --input-rate out")
+    objectives = objectives_of(options, run, problem.training)
     problem = priced(problem, options.get("price"))
     nodes = options.get("nodes")
     if nodes is not None:

@@ -195,10 +195,11 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
     max_tp = params["max_tp"]
     at_most = [*(params["max_"] or []), *([f"tp={max_tp}"] if max_tp is not None else [])]
     if isinstance(cluster, MixedCluster):
-        _check_mixed(params, bool(run))
+        _check_mixed(params)
         typed = typed_options(context, MIXED_SEARCH_FLAGS)
-        with progress_bar(quiet=quiet or ":" not in (params["global_batch"] or ""), unit="batches") as advance:
-            return autoplan.search_mixed(cluster=cluster, at_most=at_most, progress=advance, **typed, **options)
+        is_short = not run and ":" not in (params["global_batch"] or "")
+        with progress_bar(quiet=quiet or is_short, unit="sets of parts" if run else "batches") as advance:
+            return autoplan.search_mixed(cluster=cluster, at_most=at_most, progress=advance, **typed, **options, **run)
     storage = params["storage"]
     if storage and not storage.startswith("grpc:") and not quiet:
         say_how_to_watch(storage)
@@ -214,7 +215,7 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
         )
 
 
-def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
+def _check_mixed(typed: dict[str, Any]) -> None:
     """Raise InputError for flags that a search of a mixed cluster does not support yet."""
     is_shared = typed["storage"] or typed["study"] or typed["workers"] != 1 or typed["sampler"] != "bound"
     refusals = (
@@ -224,7 +225,6 @@ def _check_mixed(typed: dict[str, Any], is_for_run: bool) -> None:
         ),
         (typed["why"], "--why does not support mixed clusters: leave it out; autoplan explain tells what changes do"),
         (is_shared, "a mixed cluster is searched by one process: leave --storage and related options out"),
-        (is_for_run, "mixed clusters do not support objectives and runs yet: leave their options out"),
     )
     refuse(refusals)
 

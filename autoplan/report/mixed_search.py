@@ -10,12 +10,12 @@ from rich.text import Text
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds, repetitions
 from autoplan.report.answer import input_text, optimizer_text, training_lines
+from autoplan.report.run_report import print_sets, run_lines
 from autoplan.report.terminal import MIN_SHOWN_S, Cell, print_lines, print_part, print_table, print_terms
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
-from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedToday
+from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedRun, MixedToday
 from autoplan.spec.plan_file import MixedPlanFile
-from autoplan.topology.mixed_cluster import MixedCluster
 
 SHOWN_PLANS = 8
 
@@ -45,17 +45,12 @@ def common_words(plan: MixedPlan) -> list[str]:
     return degrees + words[2:]
 
 
-def sizes(cluster: MixedCluster) -> str:
-    """Describe the parts: '8 x 8 h100-sxm + 16 x 8 a100-sxm'."""
-    return " + ".join(f"{part.num_nodes} x {part.devices_per_node} {part.device.name}" for part in cluster.parts)
-
-
 def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:
     """Print the question, and the plan with its figures."""
     names, best = file.cluster.part_names, file.best
     print_part(
         console,
-        f"{file.model.name} on {sizes(file.cluster)}, {file.training.precision}, {file.training.seq_len:,} tokens, "
+        f"{file.model.name} on {file.cluster.sizes}, {file.training.precision}, {file.training.seq_len:,} tokens, "
         f"global batch {best.plan.global_batch:,}{optimizer_text(file.training)}",
     )
     console.print()
@@ -98,6 +93,9 @@ def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False)
     print_mixed_answer(console, file)
     console.print()
     _print_stages(console, best, names)
+    if file.run:
+        console.print()
+        _print_run(console, file.run, best)
     if not details:
         return
     console.print()
@@ -114,7 +112,8 @@ def certificate_line(certificate: MixedCertificate, names: Sequence[str]) -> str
     """Return a sentence on the gap left by the bounds, and the best steps of single parts."""
     rates = ", ".join(f"{name} {rate:.4g}" for name, rate in zip(names, certificate.rates_alone, strict=True))
     gap = certificate.gap
-    proof = f"no plan in the search space is more than {format_percent(gap)} faster" if gap else "proven"
+    better = "faster" if certificate.best_in == "step-time" else f"better in {certificate.best_in}"
+    proof = f"no plan in the search space is more than {format_percent(gap)} {better}" if gap else "proven"
     return (
         f"{certificate.plans:,} plans priced, {certificate.structures:,} ways to form pipelines bounded: {proof}; "
         f"each part alone reaches (sequences/s): {rates}"
@@ -152,6 +151,15 @@ def _print_stages(console: Console, cost: MixedCost, names: Sequence[str]) -> No
         for at, stage in enumerate(price.stages)
     ]
     print_table(console, [(name, name != "part") for name in columns], rows, keep=5)
+
+
+def _print_run(console: Console, run: MixedRun, best: MixedCost) -> None:
+    """Print the figures of the run, and those of all sets of parts."""
+    assert run.best.figures
+    print_lines(console, run_lines(run.best.figures, best))
+    if len(run.outcomes) > 1:
+        console.print()
+        print_sets(console, run.outcomes)
 
 
 def _print_ranking(console: Console, costs: Sequence[MixedCost], names: Sequence[str]) -> None:

@@ -9,7 +9,9 @@ from rich.console import Console
 
 from autoplan.base.units import format_bytes, format_days, format_percent, format_seconds, format_tokens
 from autoplan.report.terminal import print_lines, print_table
+from autoplan.spec.mixed_result import MixedCost, PartsOutcome
 from autoplan.spec.run_report import RunFigures, RunPlan, RunReport, SizeOutcome
+from autoplan.spec.search_result import RankedPlan
 
 JOULES_PER_MWH = 3.6e9
 SHOWN_FRONT = 40
@@ -50,7 +52,7 @@ class Row:
 def print_run(console: Console, report: RunReport) -> None:
     """Print the figures of the run, then the front of several objectives, then all sizes if there are several."""
     console.print()
-    print_lines(console, run_lines(report.best))
+    print_lines(console, run_lines(report.best.figures, report.best.plan))
     if len(report.front) > 1:
         console.print(f"\nPareto front of {', '.join(report.objectives)}")
         print_runs(console, (), [Row(best=run) for run in report.front[:SHOWN_FRONT]])
@@ -67,9 +69,8 @@ def _size_row(size: SizeOutcome) -> Row:
     return Row(places=(str(size.num_nodes),), best=size.best, least=size.least, why=size.why)
 
 
-def run_lines(best: RunPlan) -> Iterable[tuple[str, str]]:
+def run_lines(figures: RunFigures, plan: RankedPlan | MixedCost) -> Iterable[tuple[str, str]]:
     """Yield (label, text) for the figures of a run with a plan."""
-    figures, plan = best.figures, best.plan
     yield (
         "goodput",
         f"{format_percent(figures.goodput)}: a failure every {format_days(figures.mtbf_s)}, a checkpoint every "
@@ -95,11 +96,7 @@ def run_lines(best: RunPlan) -> Iterable[tuple[str, str]]:
 
 def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> None:
     """Print a table of runs, without columns that are equal in all of several rows, then the plan of each."""
-    figures = [row.figures for row in rows if row.figures]
-    texts = {head: {text(row) for row in figures} for head, text in FIGURES}
-    shown = [
-        (head, text) for head, text in FIGURES if texts[head] != {None} and (len(texts[head]) > 1 or len(rows) == 1)
-    ]
+    shown = _shown_figures([row.figures for row in rows])
     cells = [
         [
             str(at),
@@ -125,6 +122,31 @@ def print_runs(console: Console, places: Sequence[str], rows: Sequence[Row]) -> 
         (("#", True), ("90 % interval", False), ("plan", False)),
         [(str(at), _interval(row), _plan(row)) for at, row in enumerate(rows, 1)],
     )
+
+
+def _shown_figures(of_rows: Sequence[RunFigures | None]) -> list[tuple[str, Callable[[RunFigures], str | None]]]:
+    """Return the columns that are known, and not equal in all of several rows."""
+    texts = {head: {text(figures) for figures in of_rows if figures} for head, text in FIGURES}
+    return [
+        (head, text) for head, text in FIGURES if texts[head] != {None} and (len(texts[head]) > 1 or len(of_rows) == 1)
+    ]
+
+
+def print_sets(console: Console, rows: Sequence[PartsOutcome]) -> None:
+    """Print the run on every set of parts."""
+    shown, has_reasons = _shown_figures([row.figures for row in rows]), any(row.why for row in rows)
+    cells = [
+        [
+            row.parts,
+            format_seconds(row.step_s) if row.step_s is not None else "",
+            *((text(row.figures) or "") if row.figures else "" for _, text in shown),
+            *([row.why] if has_reasons else []),
+        ]
+        for row in rows
+    ]
+    columns = [("parts", False), ("step", True), *((head, True) for head, _ in shown)]
+    columns += [("why not", False)] if has_reasons else []
+    print_table(console, columns, cells, keep=2, least_header=8)
 
 
 def _interval(row: Row) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from string import ascii_uppercase
 from typing import Any
@@ -216,6 +217,16 @@ class MixedProblem:
             raise InputError(f"{num_calibrations} calibrations for {num_parts} parts: give one each")
         for part in range(len(self.cluster.parts)):
             self.alone(part)
+
+    def only(self, parts: Sequence[int]) -> MixedProblem:
+        """The problem on some of its parts."""
+        own = [self.cluster.parts[part] for part in parts]
+        return replace(
+            self,
+            cluster=replace(self.cluster, name="+".join(part.name for part in own), parts=tuple(own)),
+            calibrations=tuple(self.calibrations[part] for part in parts),
+            timings=tuple(self.timings[part] for part in parts) if self.timings else (),
+        )
 
     def alone(self, part: int) -> Problem:
         """The problem on a part alone."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from autoplan.spec.estimate import OOM_Z, RISKY_Z, VERDICTS, Verdict
 from autoplan.spec.mixed_problem import MixedPlan
+from autoplan.spec.run_report import RunFigures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,16 @@ class MixedCost:
         return self.plan.global_batch / self.step_s
 
     @property
+    def s_per_sequence(self) -> float:
+        """The time of a sequence on the whole cluster."""
+        return self.step_s / self.plan.global_batch
+
+    @property
+    def memory_bytes(self) -> float:
+        """Memory of the stage that needs most."""
+        return max(stage.memory_bytes for kind in self.kinds for stage in kind.stages)
+
+    @property
     def verdict(self) -> Verdict:
         """Verdict by the same bounds as `CostEstimate.verdict`."""
         return VERDICTS[(self.oom_z > RISKY_Z) + (self.oom_z > OOM_Z)]
@@ -65,6 +76,7 @@ class MixedCertificate:
     rates_alone: tuple[float, ...]  # best plan of each part alone, sequences per second
     gap: float  # share by which another plan may be faster at most; 0 where the best one is proven
     limits: tuple[str, ...]
+    best_in: str = "step-time"  # the objective of which the gap is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +86,30 @@ class MixedResult:
     ranked: tuple[MixedCost, ...]
     closest: MixedCost | None
     certificate: MixedCertificate
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no plan is legal and fits, which is known; else none was found."""
+        return not self.ranked and self.certificate.gap == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsOutcome:
+    """A run on some parts of a mixed cluster, all of each: the figures with the best plan, or why there is none."""
+
+    parts: str  # in words
+    step_s: float | None
+    figures: RunFigures | None
+    why: str = ""  # there is no plan that serves the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedRun:
+    """Result of a search for objectives of a run: the best parts in the first objective, and all sets of parts."""
+
+    objectives: tuple[str, ...]
+    best: PartsOutcome
+    outcomes: tuple[PartsOutcome, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

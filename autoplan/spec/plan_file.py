@@ -12,7 +12,7 @@ from autoplan.spec.calibration import Calibration
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import CurrentPlan
 from autoplan.spec.framework import Framework
-from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedToday
+from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedRun, MixedToday
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.ranks import HostRanks
@@ -143,6 +143,7 @@ class MixedPlanFile:
     alternatives: tuple[MixedCost, ...]
     certificate: MixedCertificate | None
     space: SpaceFlags | None = None  # of the search; None: the plan was priced alone
+    run: MixedRun | None = None  # where objectives or a run were given
     today: MixedToday | None = None  # of the launch file from which the search started
     timings: str = ""  # source of the measured times of all parts
     pinned: tuple[PinnedTimings, ...] = ()  # times of the parts

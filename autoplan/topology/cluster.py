@@ -366,6 +366,11 @@ class ClusterSpec:
         )
 
     @property
+    def parts(self) -> tuple[ClusterSpec, ...]:
+        """The cluster itself, as the only part of a mixed cluster."""
+        return (self,)
+
+    @property
     def num_devices(self) -> int:
         """Number of devices of the cluster."""
         return self.num_nodes * self.devices_per_node

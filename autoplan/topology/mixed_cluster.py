@@ -64,6 +64,18 @@ class MixedCluster:
         return sum(part.num_devices for part in self.parts)
 
     @property
+    def sizes(self) -> str:
+        """The parts in words: '8 x 8 h100-sxm + 16 x 8 a100-sxm'."""
+        return " + ".join(f"{part.num_nodes} x {part.devices_per_node} {part.device.name}" for part in self.parts)
+
+    @property
+    def price_per_device_hour(self) -> float | None:
+        """Mean price of a device; None if that of some is unknown."""
+        prices = [part.price_per_device_hour for part in self.parts for _ in range(part.num_devices)]
+        known = [price for price in prices if price is not None]
+        return sum(known) / len(known) if len(known) == len(prices) else None
+
+    @property
     def as_equal(self) -> ClusterSpec:
         """As many nodes of the first part's kind; InputError where nodes have unlike numbers of devices."""
         first = self.parts[0]

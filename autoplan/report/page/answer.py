@@ -146,7 +146,7 @@ def _further_lines(file: PlanFile) -> Iterator[tuple[str, Child]]:
     if file.run:
         from autoplan.report.run_report import run_lines
 
-        yield from run_lines(file.run.best)
+        yield from run_lines(file.run.best.figures, file.run.best.plan)
     if file.today:
         from autoplan.report.launch_file import gap_line
 

@@ -8,7 +8,7 @@ from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.answer import training_lines
 from autoplan.report.cluster import between_text
 from autoplan.report.cluster_drawing import draw
-from autoplan.report.mixed_search import certificate_line, common_words, describe, describe_kind, sizes, waiting
+from autoplan.report.mixed_search import certificate_line, common_words, describe, describe_kind, waiting
 from autoplan.report.page.answer import figure, interval_figure
 from autoplan.report.page.content import MixedContent
 from autoplan.report.page.elements import Segment, bar, bars, folded, masthead, note, pairs, scrolling, section, table
@@ -26,7 +26,7 @@ def headline(content: MixedContent) -> Markup:
     """Return the question as the headline of the page."""
     file = content.file
     training_text = (
-        f"{sizes(file.cluster)}; {file.training.precision}, {file.training.seq_len:,} tokens a sequence, global batch "
+        f"{file.cluster.sizes}; {file.training.precision}, {file.training.seq_len:,} tokens a sequence, global batch "
         f"{file.best.plan.global_batch:,}, {file.framework.name}"
     )
     return masthead(file.model.name, f"{file.cluster.num_devices:,} different devices", training_text)

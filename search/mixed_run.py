@@ -1,0 +1,103 @@
+"""Search for the parts of a mixed cluster that serve a run best; a part is used whole or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autoplan.base.errors import InputError, NoPlanError
+from autoplan.search.objectives import Objective, Run, costs_of, figures, least_figures
+from autoplan.search.sizes import NO_PROGRESS, TOO_SLOW, why_slow
+from autoplan.search.study import Progress
+from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.mixed_result import MixedResult, MixedRun, PartsOutcome
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsResult:
+    """The problem on the best parts, its plans with the gap in the objective, and the figures on all sets of parts."""
+
+    problem: MixedProblem
+    result: MixedResult
+    report: MixedRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tried:
+    """A set of parts, its plans, and a lower bound on the first objective of any."""
+
+    problem: MixedProblem
+    result: MixedResult | None  # None: a run makes no progress
+    outcome: PartsOutcome
+    least: float = math.inf
+
+
+def search_parts(
+    problem: MixedProblem,
+    find: Callable[[MixedProblem], MixedResult],
+    objectives: Sequence[Objective],
+    run: Run,
+    progress: Progress | None = None,
+) -> PartsResult | MixedResult:
+    """Find the parts and the plan that are best in the first objective, within the limits of the run.
+
+    Returns the result on all parts if no parts have a plan; NoPlanError if no plan is within the limits.
+    """
+    parts, tried = range(len(problem.cluster.parts)), list[_Tried]()
+    sets = [used for size in parts for used in itertools.combinations(parts, size + 1)]
+    for used in sets:
+        tried.append(_tried(problem.only(used), find, objectives, run))
+        if progress:
+            progress(len(tried), len(sets))
+    outcomes = [parts.outcome for parts in tried]
+    usable = [parts for parts in tried if parts.result and parts.outcome.figures and not parts.outcome.why]
+    if not usable:
+        if slow := [(outcome.parts, outcome.figures) for outcome in outcomes if outcome.figures]:
+            raise NoPlanError(why_slow(slow, run))
+        if tried[-1].result is None:
+            run.reliability.goodput(problem.cluster.num_devices)
+        assert tried[-1].result is not None
+        return tried[-1].result
+
+    def order(parts: _Tried) -> tuple[bool, tuple[float, ...]]:
+        assert parts.result
+        assert parts.outcome.figures
+        return parts.result.ranked[0].verdict != "fits", costs_of(objectives, parts.outcome.figures)
+
+    best = min(usable, key=order)
+    assert best.result
+    gap = max(1 - min(parts.least for parts in tried) / order(best)[1][0], 0.0)
+    report = MixedRun(
+        objectives=tuple(objective.name for objective in objectives), best=best.outcome, outcomes=tuple(outcomes)
+    )
+    certificate = replace(best.result.certificate, gap=gap, best_in=report.objectives[0])
+    return PartsResult(problem=best.problem, result=replace(best.result, certificate=certificate), report=report)
+
+
+def _tried(
+    problem: MixedProblem, find: Callable[[MixedProblem], MixedResult], objectives: Sequence[Objective], run: Run
+) -> _Tried:
+    """Return the plans on all of these parts, the best in the objectives first.
+
+    For given parts all objectives but energy grow with the step time, so that the fastest plan is the best one.
+    """
+    outcome = PartsOutcome(parts=problem.cluster.sizes, step_s=None, figures=None, why="no plan fits")
+    try:
+        run.reliability.goodput(problem.cluster.num_devices)
+    except InputError:
+        return _Tried(problem=problem, result=None, outcome=replace(outcome, why=NO_PROGRESS))
+    result = find(problem)
+    if not result.ranked:
+        return _Tried(problem=problem, result=result, outcome=outcome, least=math.inf if result.is_empty else 0.0)
+    pace = result.ranked[0].s_per_sequence * (1 - result.certificate.gap)
+    floor = least_figures(problem, run, seconds_per_sequence=pace, memory_bytes=result.ranked[0].memory_bytes)
+    ranked = sorted(result.ranked, key=lambda cost: costs_of(objectives, figures(problem, run, cost)))
+    best = figures(problem, run, ranked[0])
+    return _Tried(
+        problem=problem,
+        result=replace(result, ranked=tuple(ranked)),
+        outcome=replace(outcome, step_s=ranked[0].step_s, figures=best, why="" if run.admits(best) else TOO_SLOW),
+        least=costs_of(objectives, floor)[0] if run.admits(floor) else math.inf,
+    )
