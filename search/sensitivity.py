@@ -6,13 +6,16 @@ Every plan kept by the search is priced again with the changed number, so that o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
 from autoplan.cost.estimate import estimate
+from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.search.choice import at_quantile, kind_of, normal_z
 from autoplan.search.findings import KEPT
 from autoplan.search.ranking import TIE, seconds_per_sequence
@@ -20,27 +23,30 @@ from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.estimate import RISKY_Z
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
+from autoplan.spec.mixed_result import MixedResult
 from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, PRODUCTS, STREAMS, Operation
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
-from autoplan.spec.search_result import Flip, RankedPlan, SearchResult, Sensitivity
+from autoplan.spec.search_result import Flip, Plan, RankedPlan, SearchResult, Sensitivity
 from autoplan.topology.cluster import ClusterSpec
 
 MAX_CHANGE = 2.0  # a larger change would be a different machine
-MAX_PLANS = 256  # plans priced again
+MAX_PLANS, MAX_MIXED_PLANS = 256, 8  # plans priced again
 MIN_SLOPE = 1e-4  # of the log step; a number with a smaller effect cannot change the answer
 CLOSE = 1e-4  # relative difference of two steps at a flip
 MAX_ROUNDS = 12
 _NUDGE = 1e-4
+AnyProblem = TypeVar("AnyProblem", Problem, MixedProblem)
 _TIMED = tuple(name for name in COLLECTIVES if name != "broadcast")  # collectives in a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantity:
+class Quantity(Generic[AnyProblem]):
     """A hardware number; `slower(problem, growth)` multiplies the times that depend on it by `growth`."""
 
     name: str
-    slower: Callable[[Problem, float], Problem]
+    slower: Callable[[AnyProblem, float], AnyProblem]
     is_rate: bool = True  # else a time
     measure: tuple[Operation, ...] = ()
 
@@ -99,7 +105,7 @@ def _later_network(cluster: ClusterSpec, growth: float) -> ClusterSpec:
     return replace(cluster, network=replace(cluster.network, latency_s=growth * cluster.network.latency_s))
 
 
-def quantities(problem: Problem) -> tuple[Quantity, ...]:
+def quantities(problem: Problem) -> tuple[Quantity[Problem], ...]:
     """Return the numbers that times depend on, by their names on this cluster."""
     cluster = problem.cluster
     link = {
@@ -122,38 +128,51 @@ def quantities(problem: Problem) -> tuple[Quantity, ...]:
     )
 
 
+def part_quantities(problem: MixedProblem) -> tuple[Quantity[MixedProblem], ...]:
+    """Return the numbers that times depend on, of every part of a mixed cluster."""
+    return tuple(
+        Quantity(
+            name=f"{own.name} of {name}",
+            slower=partial(_slower_part, part, own),
+            is_rate=own.is_rate,
+            measure=own.measure,
+        )
+        for part, name in enumerate(problem.cluster.part_names)
+        for own in quantities(problem.alone(part))
+    )
+
+
+def _slower_part(part: int, quantity: Quantity[Problem], problem: MixedProblem, growth: float) -> MixedProblem:
+    own = quantity.slower(problem.alone(part), growth)
+    parts, calibrations, timings = list(problem.cluster.parts), list(problem.calibrations), list(problem.timings)
+    parts[part], calibrations[part] = own.cluster, own.calibration
+    if timings:
+        timings[part] = own.timings
+    cluster = replace(problem.cluster, parts=tuple(parts))
+    return replace(problem, cluster=cluster, calibrations=tuple(calibrations), timings=tuple(timings))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Contenders:
+class _Contenders(Generic[AnyProblem, Plan]):
     """Plans that may win, best first; those of the best plan's kind have kind 0."""
 
-    plans: tuple[RankedPlan, ...]
-    batch: PlanBatch
+    plans: Sequence[Plan]
     kinds: Ints
-    scale: Floats  # from a plan's predicted time to the quantile minimised by the search
+    times: Callable[[AnyProblem], Floats]  # the objective of the search for every plan
     margin: float  # the search excluded no plan nearer to the best; negative if unknown
 
     @classmethod
-    def of(cls, problem: Problem, result: SearchResult, margin: float) -> _Contenders:
-        z = normal_z(result.certificate.quantile)
-        best = result.rivals[0]
-        ordered = sorted((*result.ranked, *result.rivals), key=lambda plan: at_quantile(plan, z))
-        slower_plans = [plan for plan in {plan.plan: plan for plan in ordered}.values() if plan.plan != best.plan]
-        if len(slower_plans) >= MAX_PLANS:
-            margin = min(margin, slower_plans[MAX_PLANS - 1].s_per_sequence / best.s_per_sequence - 1.0)
-        plans = (best, *slower_plans[: MAX_PLANS - 1])
+    def of(
+        cls,
+        plans: Sequence[Plan],
+        kind_of_plan: Callable[[Plan], Hashable],
+        times: Callable[[AnyProblem], Floats],
+        margin: float = -1.0,
+    ) -> _Contenders[AnyProblem, Plan]:
+        """Return the plans with their kinds numbered."""
         numbers: dict[Hashable, int] = {}
-        kinds = [numbers.setdefault(kind_of(plan.plan), len(numbers)) for plan in plans]
-        return cls(
-            plans=plans,
-            batch=problem.batch([plan.plan for plan in plans]),
-            kinds=np.array(kinds, dtype=np.int64),
-            scale=np.array([at_quantile(plan, z) / plan.s_per_sequence for plan in plans]),
-            margin=margin if result.certificate.quantile is None else -1.0,
-        )
-
-    def times(self, problem: Problem) -> Floats:
-        """Return the objective of the search for every plan."""
-        return self.scale * seconds_per_sequence(estimate(problem, self.batch))
+        kinds = [numbers.setdefault(kind_of_plan(plan), len(numbers)) for plan in plans]
+        return cls(plans=plans, kinds=np.array(kinds, dtype=np.int64), times=times, margin=margin)
 
     def least(self, times: Floats) -> Floats:
         """Return the smallest time of each kind."""
@@ -162,23 +181,64 @@ class _Contenders:
         return least_s
 
 
-def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: float) -> Sensitivity:
+def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: float) -> Sensitivity[ParallelPlan]:
     """Return elasticities of the best step, and changes after which another plan of `result` within `margin` wins."""
-    contenders = _Contenders.of(problem, result, margin)
-    now = contenders.times(problem)
-    slopes, flips = {}, [*_less_memory(problem, contenders), *_more_memory(problem, space, result)]
-    for quantity in quantities(problem):
+    z, best = normal_z(result.certificate.quantile), result.rivals[0]
+    ordered = sorted((*result.ranked, *result.rivals), key=lambda plan: at_quantile(plan, z))
+    slower_plans = [plan for plan in {plan.plan: plan for plan in ordered}.values() if plan.plan != best.plan]
+    if len(slower_plans) >= MAX_PLANS:
+        margin = min(margin, slower_plans[MAX_PLANS - 1].s_per_sequence / best.s_per_sequence - 1.0)
+    ranked = (best, *slower_plans[: MAX_PLANS - 1])
+    batch = problem.batch([plan.plan for plan in ranked])
+    scale = np.array([at_quantile(plan, z) / plan.s_per_sequence for plan in ranked])  # to the quantile that is least
+
+    def times(changed: Problem) -> Floats:
+        return scale * seconds_per_sequence(estimate(changed, batch))
+
+    margin = margin if result.certificate.quantile is None else -1.0
+    contenders = _Contenders.of([plan.plan for plan in ranked], kind_of, times, margin)
+    flips = (*_less_memory(problem, ranked, contenders), *_more_memory(problem, space, result))
+    return _sensitivity(problem, contenders, quantities(problem), flips)
+
+
+def mixed_sensitivity(problem: MixedProblem, result: MixedResult) -> Sensitivity[MixedPlan]:
+    """Return elasticities of the best step, and changes after which plans of another structure found win."""
+    plans = [cost.plan for cost in result.ranked[:MAX_MIXED_PLANS]]
+
+    def times(changed: MixedProblem) -> Floats:
+        return np.array([cost.s_per_sequence for cost in estimate_mixed(changed, plans)])
+
+    return _sensitivity(problem, _Contenders.of(plans, _structure_of, times), part_quantities(problem), ())
+
+
+def _structure_of(plan: MixedPlan) -> Hashable:
+    return plan.common, tuple((kind.count, *((stage.part, stage.tp) for stage in kind.stages)) for kind in plan.kinds)
+
+
+def _sensitivity(
+    problem: AnyProblem,
+    contenders: _Contenders[AnyProblem, Plan],
+    numbers: Sequence[Quantity[AnyProblem]],
+    flips: Sequence[Flip[Plan]],
+) -> Sensitivity[Plan]:
+    """Return elasticities of the first plan, and all flips, nearest first."""
+    now, slopes, found = contenders.times(problem), {}, list(flips)
+    for quantity in numbers:
         nudged = contenders.times(quantity.slower(problem, 1.0 + _NUDGE))
         sign = -1.0 if quantity.is_rate else 1.0
         slopes[quantity.name] = sign * float(nudged[0] / now[0] - 1.0) / _NUDGE
         if np.ptp(nudged / now) >= _NUDGE * MIN_SLOPE:
-            flips.extend(_flips(problem, contenders, quantity, now, nudged))
-    return Sensitivity(elasticities=slopes, flips=tuple(sorted(flips, key=lambda flip: abs(math.log(flip.factor)))))
+            found.extend(_flips(problem, contenders, quantity, now, nudged))
+    return Sensitivity(elasticities=slopes, flips=tuple(sorted(found, key=lambda flip: abs(math.log(flip.factor)))))
 
 
 def _flips(
-    problem: Problem, contenders: _Contenders, quantity: Quantity, now: Floats, nudged: Floats
-) -> Iterator[Flip]:
+    problem: AnyProblem,
+    contenders: _Contenders[AnyProblem, Plan],
+    quantity: Quantity[AnyProblem],
+    now: Floats,
+    nudged: Floats,
+) -> Iterator[Flip[Plan]]:
     """Yield the first flip in either direction."""
 
     def times(growth: float) -> Floats:
@@ -199,7 +259,7 @@ def _flips(
         yield Flip(
             quantity=quantity.name,
             factor=growth if not quantity.is_rate else 1.0 / growth,
-            plan=contenders.plans[winner].plan,
+            plan=contenders.plans[winner],
             is_proven=best <= float(now[0]) * (1.0 + contenders.margin) * min(growth, 1.0),
             measure=quantity.measure,
         )
@@ -247,13 +307,15 @@ def _safe_share(problem: Problem) -> float:
     return math.exp(RISKY_Z * problem.calibration.memory_spread)
 
 
-def _less_memory(problem: Problem, contenders: _Contenders) -> Iterator[Flip]:
+def _less_memory(
+    problem: Problem, plans: Sequence[RankedPlan], contenders: _Contenders[Problem, ParallelPlan]
+) -> Iterator[Flip[ParallelPlan]]:
     """Yield the memory below which no plan of the best kind fits that is still faster than the next kind."""
-    best = contenders.plans[0]
+    best = plans[0]
     if best.verdict != "fits":
         return
     least = math.inf
-    for plan, kind in zip(contenders.plans, contenders.kinds, strict=True):
+    for plan, kind in zip(plans, contenders.kinds, strict=True):
         if kind == 0:
             least = min(least, plan.memory_bytes)
         elif plan.memory_bytes < least:
@@ -263,7 +325,7 @@ def _less_memory(problem: Problem, contenders: _Contenders) -> Iterator[Flip]:
             return
 
 
-def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterator[Flip]:
+def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterator[Flip[ParallelPlan]]:
     """Yield the plan that would win with the least additional memory, if any."""
     best, z = result.rivals[0], normal_z(result.certificate.quantile)
     device = problem.cluster.device

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoplan.api.problem import make_space
 from autoplan.base.arrays import Floats
+from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.search.choice import kind_of
-from autoplan.search.sensitivity import MAX_CHANGE, first_crossing, quantities, sensitivity
+from autoplan.search.mixed_search import search_mixed
+from autoplan.search.sensitivity import (
+    MAX_CHANGE,
+    first_crossing,
+    mixed_sensitivity,
+    part_quantities,
+    quantities,
+    sensitivity,
+)
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import Sensitivity
+from mixed_cases import problem_of, scaled
 from search_cases import DENSE, LARGE, make
 
 SMALL = ModelSpec(name="small", num_layers=8, hidden_size=2048, vocab_size=32000, num_heads=16, ffn_size=8192)
@@ -89,13 +101,15 @@ def winner(problem: Problem, space: Space) -> ParallelPlan:
 @pytest.fixture(
     scope="module", params=[(DENSE, "h100-sxm:2x8", (64,)), (LARGE, "a100-sxm:2x8", (48,))], ids=["16 H100", "16 A100"]
 )
-def answered(request: pytest.FixtureRequest) -> tuple[Problem, Space, ParallelPlan, Sensitivity]:
+def answered(request: pytest.FixtureRequest) -> tuple[Problem, Space, ParallelPlan, Sensitivity[ParallelPlan]]:
     problem, space = make(*request.param)
     result = search(problem, space)
     return problem, space, result.rivals[0].plan, sensitivity(problem, space, result, MARGIN)
 
 
-def test_flips_are_where_searches_flip(answered: tuple[Problem, Space, ParallelPlan, Sensitivity]) -> None:
+def test_flips_are_where_searches_flip(
+    answered: tuple[Problem, Space, ParallelPlan, Sensitivity[ParallelPlan]],
+) -> None:
     problem, space, best, found = answered
     by_name = {quantity.name: quantity for quantity in quantities(problem)}
     flips = [flip for flip in found.flips if flip.is_proven and flip.quantity in by_name]
@@ -110,7 +124,7 @@ def test_flips_are_where_searches_flip(answered: tuple[Problem, Space, ParallelP
 
 
 def test_no_search_flips_before_the_first_flip_that_is_told(
-    answered: tuple[Problem, Space, ParallelPlan, Sensitivity],
+    answered: tuple[Problem, Space, ParallelPlan, Sensitivity[ParallelPlan]],
 ) -> None:
     problem, space, best, found = answered
     for quantity in quantities(problem):
@@ -121,7 +135,7 @@ def test_no_search_flips_before_the_first_flip_that_is_told(
 
 
 def test_memory_flips_are_where_searches_flip(
-    answered: tuple[Problem, Space, ParallelPlan, Sensitivity],
+    answered: tuple[Problem, Space, ParallelPlan, Sensitivity[ParallelPlan]],
 ) -> None:
     problem, space, best, found = answered
     device = problem.cluster.device
@@ -156,3 +170,23 @@ def test_an_only_kind_of_plan_stays() -> None:
     problem, space = make(SMALL, "h100-sxm:1x1", batches=(1,), fix=("recompute=none", "sharding=none"))
     result = search(problem, space)
     assert sensitivity(problem, space, result, MARGIN).flips == ()
+
+
+def test_flips_of_a_mixed_cluster_are_where_another_structure_wins() -> None:
+    problem = problem_of(scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "two", speed=0.5))
+    result = search_mixed(problem, 16, partial(make_space, global_batch=16))
+    found = mixed_sensitivity(problem, result)
+    by_name = {quantity.name: quantity for quantity in part_quantities(problem)}
+    assert found.elasticities.keys() == by_name.keys()
+    assert found.elasticities["matrix-product rate of one"] < -0.1
+    assert found.flips
+    for flip in found.flips:
+        quantity = by_name[flip.quantity]
+        growth = 1 / flip.factor if quantity.is_rate else flip.factor
+        plans = [result.ranked[0].plan, flip.plan]
+        before, beyond = (
+            estimate_mixed(quantity.slower(problem, growth ** (1 + step)), plans) for step in (-0.02, 0.02)
+        )
+        assert before[0].s_per_sequence < before[1].s_per_sequence * (1 + 1e-4)
+        assert beyond[1].s_per_sequence < beyond[0].s_per_sequence * (1 + 1e-4)
+        assert not flip.is_proven

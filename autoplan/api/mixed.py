@@ -31,6 +31,7 @@ from autoplan.search import mixed_search
 from autoplan.search.advice import needed_text
 from autoplan.search.mixed_refinement import Accepts, accept_all
 from autoplan.search.mixed_run import search_parts
+from autoplan.search.sensitivity import mixed_sensitivity
 from autoplan.search.simple import MAX_SLOWER
 from autoplan.search.structures import NOTHING_EQUAL, Equal
 from autoplan.spec.estimate import probability_above
@@ -59,6 +60,7 @@ def search_mixed(
     allow: Iterable[str] = (),
     prefer: str = "simple",
     robust: float | None = None,
+    why: bool = False,
     progress: Progress | None = None,
     **options: Unpack[SearchOptions],
 ) -> MixedPlanResult:
@@ -75,8 +77,8 @@ def search_mixed(
     if isinstance(parts, ClusterSpec):
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")
     to, quantile, started = priced_target(to, problem_options), quantile_of(prefer, robust), None
-    if run and (launch_file is not None or quantile is not None):
-        raise InputError("objectives and runs are for a search without --from and --robust: leave these out")
+    if run and (launch_file is not None or quantile is not None or why):
+        raise InputError("objectives and runs are for a search without --from, --robust and --why: leave these out")
     if launch_file is not None:
         stated: dict[str, Any] = {"model": model, "seq_len": seq_len, "global_batch": global_batch}
         started = start_from(launch_file, parts.as_equal, problem_options, variables=variables, target=target, **stated)
@@ -96,6 +98,8 @@ def search_mixed(
     if quantile is not None:
         result = mixed_search.robust_order(result, quantile)
     answer = result_of(problem, result, flags, timings, command)
+    if why:
+        answer = replace(answer, file=replace(answer.file, sensitivity=mixed_sensitivity(problem, result)))
     return replace(answer, file=replace(answer.file, today=_today(problem, started))) if started else answer
 
 

@@ -28,6 +28,7 @@ from autoplan.search.sensitivity import sensitivity
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.estimate import placed
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.run_report import SizeOutcome
@@ -151,7 +152,7 @@ def _sizes(file: PlanFile, problem: Problem) -> tuple[SizeOutcome, ...]:
     return tuple(fastest(problem, size, lambda resized: _space(file, resized), Run()) for size in sizes)
 
 
-def _sensitivity(file: PlanFile, problem: Problem) -> Sensitivity:
+def _sensitivity(file: PlanFile, problem: Problem) -> Sensitivity[ParallelPlan]:
     if file.choice and file.choice.sensitivity:
         return file.choice.sensitivity
     if file.run:

@@ -42,11 +42,10 @@ if TYPE_CHECKING:
 # Parameters with the same meaning as in `autoplan.search_mixed` or `autoplan.search`.
 MIXED_SEARCH_FLAGS = (
     *("model", "global_batch", "seq_len", "launch_file", "variables", "target"),
-    *("forbid", "to", "fix", "allow", "prefer", "robust"),
+    *("forbid", "to", "fix", "allow", "prefer", "robust", "why"),
 )
 SEARCH_FLAGS = (
     *MIXED_SEARCH_FLAGS,
-    "why",
     *("sampler", "trials", "seed", "workers", "study"),
 )
 
@@ -223,7 +222,6 @@ def _check_mixed(typed: dict[str, Any]) -> None:
             typed["launch_file"] is None and (typed["variables"] or typed["target"]),
             "--set and --as need a launch file: give --from FILE",
         ),
-        (typed["why"], "--why does not support mixed clusters: leave it out; autoplan explain tells what changes do"),
         (is_shared, "a mixed cluster is searched by one process: leave --storage and related options out"),
     )
     refuse(refusals)

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from autoplan.base.units import format_bytes, format_percent, format_seconds, repetitions
 from autoplan.report.answer import input_text, optimizer_text, training_lines
+from autoplan.report.ranking import flip_lines
 from autoplan.report.run_report import print_sets, run_lines
 from autoplan.report.terminal import MIN_SHOWN_S, Cell, print_lines, print_part, print_table, print_terms
 from autoplan.spec.estimate import PlacedStage
@@ -93,6 +94,9 @@ def print_mixed(console: Console, file: MixedPlanFile, *, details: bool = False)
     print_mixed_answer(console, file)
     console.print()
     _print_stages(console, best, names)
+    if file.sensitivity:
+        console.print()
+        print_lines(console, flip_lines(file.sensitivity, lambda plan: describe(plan, names)))
     if file.run:
         console.print()
         _print_run(console, file.run, best)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
 
 from rich.console import Console
@@ -11,7 +11,8 @@ from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.cost.spreads import NORMAL_90
 from autoplan.report.terminal import END_OF_STEP, MIN_GAP, WAITS, print_table, term_name
 from autoplan.spec.mixed_result import MixedCost
-from autoplan.spec.search_result import Confidence, Flip, ObviousPlan, RankedPlan
+from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.search_result import Confidence, Flip, ObviousPlan, Plan, RankedPlan, Sensitivity
 
 SHOWN_PLANS = 10
 SHOWN_REASONS = 3
@@ -93,21 +94,22 @@ def _gained(best: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> dic
 def choice_lines(best: RankedPlan, choice: Confidence) -> Iterator[tuple[str, str]]:
     """Yield (label, text) for what would change the answer, and why the obvious alternatives lost."""
     if choice.sensitivity:
-        flips = choice.sensitivity.flips
-        for at, flip in enumerate(flips[:SHOWN_FLIPS]):
-            at_most = "" if flip.is_proven else "at most "
-            check = f"; check with autoplan profile --only {','.join(flip.measure)}" if flip.measure else ""
-            yield (
-                "" if at else "unless",
-                f"{flip.quantity} {at_most}{change_of(flip)}: then {flip.plan.describe()}{check}",
-            )
-        if not flips:
-            yield "unless", "no single hardware figure, halved or doubled, makes another plan win"
+        yield from flip_lines(choice.sensitivity, ParallelPlan.describe)
     for at, rival in enumerate(choice.obvious):
         yield "" if at else "not", f"{rival.family}: {_lost(best, rival)}"
 
 
-def change_of(flip: Flip) -> str:
+def flip_lines(sensitivity: Sensitivity[Plan], described: Callable[[Plan], str]) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) for the nearest changes of hardware figures that make another plan win."""
+    for at, flip in enumerate(sensitivity.flips[:SHOWN_FLIPS]):
+        at_most = "" if flip.is_proven else "at most "
+        check = f"; check with autoplan profile --only {','.join(flip.measure)}" if flip.measure else ""
+        yield "" if at else "unless", f"{flip.quantity} {at_most}{change_of(flip)}: then {described(flip.plan)}{check}"
+    if not sensitivity.flips:
+        yield "unless", "no single hardware figure, halved or doubled, makes another plan win"
+
+
+def change_of(flip: Flip[Plan]) -> str:
     """Return the change of a hardware figure that makes another plan win."""
     return f"{format_percent(abs(flip.factor - 1.0))} {'higher' if flip.factor > 1 else 'lower'}"
 

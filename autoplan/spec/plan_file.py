@@ -12,12 +12,13 @@ from autoplan.spec.calibration import Calibration
 from autoplan.spec.estimate import StageCost
 from autoplan.spec.explanation import CurrentPlan
 from autoplan.spec.framework import Framework
+from autoplan.spec.mixed_problem import MixedPlan
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedRun, MixedToday
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.pinned_timings import PinnedTimings
 from autoplan.spec.ranks import HostRanks
 from autoplan.spec.run_report import RunReport
-from autoplan.spec.search_result import Allowance, Certificate, Confidence, MemoryKnob, RankedPlan
+from autoplan.spec.search_result import Allowance, Certificate, Confidence, MemoryKnob, RankedPlan, Sensitivity
 from autoplan.spec.timing import Provenance
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
@@ -143,6 +144,7 @@ class MixedPlanFile:
     alternatives: tuple[MixedCost, ...]
     certificate: MixedCertificate | None
     space: SpaceFlags | None = None  # of the search; None: the plan was priced alone
+    sensitivity: Sensitivity[MixedPlan] | None = None  # where it was asked for
     run: MixedRun | None = None  # where objectives or a run were given
     today: MixedToday | None = None  # of the launch file from which the search started
     timings: str = ""  # source of the measured times of all parts

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import check_positive
 from autoplan.spec.estimate import Verdict
 from autoplan.spec.plan import ParallelPlan
+
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,12 +146,12 @@ class Contender:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flip:
+class Flip(Generic[Plan]):
     """A number that would have to be other than assumed, alone, for another plan to win: the first such plan."""
 
     quantity: str  # in words, such as 'NVLink bandwidth'
     factor: float  # at which the winners change, on the number
-    plan: ParallelPlan
+    plan: Plan
     is_proven: bool  # no plan that the search left out can win before that
     measure: tuple[str, ...] = ()  # operations of `autoplan profile` that tell the number
 
@@ -167,11 +170,11 @@ class ObviousPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sensitivity:
+class Sensitivity(Generic[Plan]):
     """Sensitivity of the answer: relative growth of the step with each number, and the numbers that would change it."""
 
     elasticities: dict[str, float]  # by quantity; -0.4: 1 % more of it makes the step 0.4 % shorter
-    flips: tuple[Flip, ...]  # nearest first
+    flips: tuple[Flip[Plan], ...]  # nearest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +186,7 @@ class Confidence:
     width: float | None  # factor to either end of the ratio's 90 % interval
     num_contenders: int
     contenders: tuple[Contender, ...]
-    sensitivity: Sensitivity | None = None
+    sensitivity: Sensitivity[ParallelPlan] | None = None
     obvious: tuple[ObviousPlan, ...] = ()
 
     @property

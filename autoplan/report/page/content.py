@@ -8,6 +8,7 @@ from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.traffic import StepTraffic
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.needed_times import StepSources
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import MixedPlanFile, PlanFile
 from autoplan.spec.run_report import SizeOutcome
 from autoplan.spec.search_result import RankedPlan, Sensitivity
@@ -59,7 +60,7 @@ class PlanContent(Content):
     rests_on: dict[str, dict[Provenance, Floats]]  # source shares of every step term, for one plan
     front: tuple[RankedPlan, ...] = ()  # Pareto front of step time and memory, the fastest first
     sizes: tuple[SizeOutcome, ...] = ()  # best plans on fewer and on more nodes
-    sensitivity: Sensitivity | None = None
+    sensitivity: Sensitivity[ParallelPlan] | None = None
     controls: tuple[Control, ...] = ()  # of a served page
     pinned: tuple[PlanFile, ...] = ()  # for comparison with `file`
     was_searched: bool = True  # parts from further searches are here or missing; otherwise they are not on the page

@@ -8,6 +8,7 @@ from autoplan.report.page.content import PlanContent
 from autoplan.report.page.elements import Segment, bar, bars, key, section, table
 from autoplan.report.page.html import Markup, tag
 from autoplan.report.ranking import change_of
+from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.search_result import Sensitivity
 
 SHOWN_FLIPS = 5
@@ -35,14 +36,14 @@ def importance(content: PlanContent) -> Markup:
     )
 
 
-def _summary(sensitivity: Sensitivity) -> str:
+def _summary(sensitivity: Sensitivity[ParallelPlan]) -> str:
     if not sensitivity.flips:
         return "No single hardware figure, halved or doubled, makes another plan win."
     flip = sensitivity.flips[0]
     return f"The smallest change that would change the answer: {flip.quantity} {change_of(flip)} than assumed."
 
 
-def _slopes(sensitivity: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
+def _slopes(sensitivity: Sensitivity[ParallelPlan]) -> Iterator[tuple[str, Markup, str]]:
     ordered = sorted(sensitivity.elasticities.items(), key=lambda item: -abs(item[1]))
     steepest = max((abs(value) for _, value in ordered), default=0.0) or 1.0
     for name, slope in ordered:
@@ -52,7 +53,7 @@ def _slopes(sensitivity: Sensitivity) -> Iterator[tuple[str, Markup, str]]:
         yield name, bar([Segment(name=name, colour=colour, share=share, text=text)]), text
 
 
-def _flips(sensitivity: Sensitivity) -> Markup:
+def _flips(sensitivity: Sensitivity[ParallelPlan]) -> Markup:
     columns = [("number", False), ("would need to be", False), ("then wins", False), ("autoplan profile", False)]
     rows = (
         (
