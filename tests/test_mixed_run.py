@@ -113,7 +113,7 @@ def test_what_no_mixed_run_has_is_refused_with_the_way_out() -> None:
         ({"objectives": ["memory-headroom"]}, "parts have unlike memory"),
         ({"objectives": ["cost-per-token"]}, "needs price_per_device_hour"),
         ({"objectives": ["cost-per-token"], "price": "v100=1"}, "'v100' is not a part: they are h100-sxm, a100-sxm"),
-        ({"tokens": "1B", "robust": 0.9, "prefer": "robust"}, "without --from and --robust"),
+        ({"tokens": "1B", "robust": 0.9, "prefer": "robust"}, "without --from, --robust and --why"),
     ):
         with pytest.raises(InputError, match=says) as caught:
             autoplan.search_mixed("llama3.2-1b", **place, **options)  # type: ignore[arg-type]
