@@ -11,7 +11,9 @@ from typing import Any, Unpack
 from autoplan.api.launch_files import LaunchStart, start_from
 from autoplan.api.plan_files import load_mixed_plan, make_mixed_file
 from autoplan.api.problem import (
+    SearchOptions,
     batches_of,
+    divided,
     load_any_cluster,
     make_mixed_problem,
     priced_target,
@@ -20,7 +22,7 @@ from autoplan.api.problem import (
     space_of,
 )
 from autoplan.api.results import MixedPlanResult, Progress
-from autoplan.api.training_run import RunOptions, SearchOptions, divided, make_run, objectives_of, priced_parts
+from autoplan.api.training_run import RunOptions, make_run, objectives_of, priced_parts
 from autoplan.api.unlike_nodes import is_expressible
 from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed

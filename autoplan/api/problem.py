@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack, cast
 
 from autoplan.api.calibrations import calibration_of, check_fitted
 from autoplan.api.encoder_options import beside_encoder, with_encoder_options
 from autoplan.api.timings import with_timings
+from autoplan.api.training_run import RunOptions
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
 from autoplan.base.units import check_positive
@@ -85,6 +86,10 @@ class ProblemOptions(TypedDict, total=False):
     quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
 
 
+class SearchOptions(ProblemOptions, RunOptions, total=False):
+    """Options of a search other than those of its space: of the problem and of the planned run."""
+
+
 class _Parts(NamedTuple):
     """The parts of a problem beside the cluster."""
 
@@ -141,6 +146,15 @@ def check_names(options: Mapping[str, Any], table: type, function: str) -> None:
 
 
 # -- problems ---------------------------------------------------------------------------------------------------------
+
+
+def divided(options: Mapping[str, Any], function: str) -> tuple[ProblemOptions, RunOptions | None]:
+    """Return the options of the problem, and those of a run to plan for where there are any."""
+    check_names(options, SearchOptions, function)
+    run = {name: options.get(name) for name in RunOptions.__annotations__}
+    is_for_run = any(value not in (None, []) for value in run.values())
+    problem_options = {name: options[name] for name in options if name in ProblemOptions.__annotations__}
+    return cast("ProblemOptions", problem_options), cast("RunOptions", run) if is_for_run else None
 
 
 def make_problem(

@@ -16,6 +16,8 @@ from autoplan.api.plan_files import make_plan_file
 from autoplan.api.plan_result import PlanResult
 from autoplan.api.problem import (
     ProblemOptions,
+    SearchOptions,
+    divided,
     load_cluster,
     make_problem,
     priced_target,
@@ -25,7 +27,7 @@ from autoplan.api.problem import (
     unpriced_parts,
 )
 from autoplan.api.results import Progress, unmeasured_text
-from autoplan.api.training_run import RunOptions, SearchOptions, divided, search_run
+from autoplan.api.training_run import RunOptions, search_run
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.units import GIB, format_bytes
 from autoplan.cost.spreads import NORMAL_90

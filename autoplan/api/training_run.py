@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict, cast
+from typing import TypedDict
 
-from autoplan.api.problem import ProblemOptions, check_names
 from autoplan.api.results import Progress
 from autoplan.base.errors import InputError
 from autoplan.base.values import parse_count, parse_duration, parse_numbers, parse_positive, parse_tokens
@@ -35,19 +34,6 @@ class RunOptions(TypedDict, total=False):
     checkpoint_time: float | str | None  # that a checkpoint stops the run for
     restart_time: float | str | None  # from a failure to the first step
     pue: float | str | None  # power of the building over that of its nodes
-
-
-class SearchOptions(ProblemOptions, RunOptions, total=False):
-    """Options of a search other than those of its space: of the problem and of the planned run."""
-
-
-def divided(options: Mapping[str, Any], function: str) -> tuple[ProblemOptions, RunOptions | None]:
-    """Return the options of the problem, and those of a run to plan for where there are any."""
-    check_names(options, SearchOptions, function)
-    run = {name: options.get(name) for name in RunOptions.__annotations__}
-    is_for_run = any(value not in (None, []) for value in run.values())
-    problem_options = {name: options[name] for name in options if name in ProblemOptions.__annotations__}
-    return cast("ProblemOptions", problem_options), cast("RunOptions", run) if is_for_run else None
 
 
 def make_run(options: RunOptions) -> Run:
