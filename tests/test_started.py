@@ -95,7 +95,9 @@ def test_the_answer_says_which_file_was_read_and_with_what(tmp_path: Path) -> No
     unread = launched(tmp_path, "for tp in 2 4; do sbatch --export=ALL,TP=$tp train.sh; done\n").unread
     why = next(item.why for item in unread if item.option == "submit.sh")
     assert why == "starts train.sh with TP=2, which is read instead"
-    assert any("the first round is read" in item.option for item in unread)
+    loop = next(item for item in unread if item.option == "for tp")
+    assert loop.matters
+    assert loop.why == "starts several runs, of which the first is read: --set names another"
 
 
 def test_a_script_that_starts_itself_or_nothing_is_told_as_before(tmp_path: Path) -> None:

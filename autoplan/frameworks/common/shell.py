@@ -31,6 +31,7 @@ _DIRECTIVES = {
     **dict.fromkeys(("--gpus-per-node", "--gres"), _GPUS),
     "--ntasks-per-node": _TASKS,
 }
+FIRST_ROUND = " (the first round is read)"  # behind the name of a loop's variable
 _OF_A_JOB = (*_NODES, *_GPUS, *_TASKS)
 _SUBMISSION = re.compile(r"=\"?\$\(((?:.*[ /;&])?(?:sbatch|qsub) .*)\)\"?$", re.DOTALL)  # of a job whose number is kept
 MAX_SOURCED = 20  # scripts that one script may source
@@ -196,7 +197,7 @@ class _State:
             values = [value for raw in head[3:] for value in self._variables.fields(raw)]
             self._variables.assign(head[1], values[0] if values else "")
             if len(values) > 1:
-                self.open.append(f"for {head[1]} (the first round is read)")
+                self.open.append(f"for {head[1]}{FIRST_ROUND}")
         elif runs and head[0] == "while" and self._condition(tokens[start + 1 : at]) is False:
             runs = False
         given, self._has_left = self._variables.arguments(), False

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path, PurePath
 
 from autoplan.frameworks.common.beside import path_beside
 from autoplan.frameworks.common.launch import LaunchContext, Unread
-from autoplan.frameworks.common.shell import Command, Script, read_script, slurm_variables
+from autoplan.frameworks.common.shell import FIRST_ROUND, Command, Script, read_script, slurm_variables
 from autoplan.frameworks.common.shell_words import is_open
 
 SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
@@ -62,9 +62,17 @@ def _started_in(
                 yield Started(
                     path=beside,
                     variables=tuple((given | dict(context.variables)).items()),
-                    unread=(note, *script.unread()),
+                    unread=(note, *(_of_a_sweep(item) for item in script.unread())),
                 )
                 break
+
+
+def _of_a_sweep(item: Unread) -> Unread:
+    """Return what was not read, of a loop that starts several runs: they are others than the one that is read."""
+    if not item.option.endswith(FIRST_ROUND):
+        return item
+    why = "starts several runs, of which the first is read: --set names another"
+    return replace(item, option=item.option.removesuffix(FIRST_ROUND), why=why, matters=True)
 
 
 def _command_in(words: tuple[str, ...], at: int) -> str:
