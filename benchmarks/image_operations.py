@@ -24,13 +24,15 @@ from autoplan.readers.huggingface import read_huggingface
 from autoplan.spec.model import ModelSpec
 
 SIDE = 24  # patches along an image of any size: three of the windows of Qwen2.5, and whole squares of 2, 3 or 4
-LARGE = 10**5  # elements
+LARGE, LARGEST = 10**5, 10**9  # elements
 LISTS = ("layer_types", "layers_block_type", "cross_attention_layers", "vision_feature_layer")  # of layers by number
 # What encodes an image, one module after the other, in models without a method for it.
 MODULES = {
     "blip": ("vision_model",),
     "git": ("git.image_encoder", "git.visual_projection"),
     "idefics": ("model.vision_model",),
+    "llama4": ("vision_model", "multi_modal_projector"),
+    "mllama": ("model.vision_model", "model.multi_modal_projector"),
     "pix2struct": ("encoder",),
     "vision-encoder-decoder": ("encoder",),
 }
@@ -69,9 +71,17 @@ def _shallow(config: Any) -> Any:
         vision.layer_types = kinds[:2]
     if has_windows:
         vision.fullatt_block_indexes = [3]
+    for name in ("vision_feature_layer", "vision_feature_layers"):
+        if isinstance(layers := getattr(config, name, None), list | tuple):
+            setattr(config, name, [-1] * len(layers))
+    if hasattr(vision, "pixel_shuffle_ratio"):  # Llama 4's, whose class has widths of several sizes by default
+        vision.intermediate_size = round(vision.hidden_size / vision.pixel_shuffle_ratio**2)
+        vision.vision_output_dim = vision.projector_output_dim
     for part in (vision, getattr(vision, "sam_config", None), getattr(config, "high_res_vision_config", None)):
         if hasattr(part, "global_attn_indexes"):  # Segment Anything's
             part.num_hidden_layers, part.global_attn_indexes = 3, [2]
+    if indexes := getattr(vision, "intermediate_layers_indices", None):  # Mllama's, whose features are joined
+        vision.intermediate_layers_indices, vision.num_global_layers = [0] * len(indexes), 2
     if hasattr(vision, "encoder_config"):
         vision.encoder_config.num_hidden_layers = 2
     if hasattr(vision, "insert_layer_id"):  # MiniCPM's, behind which four patches become one
@@ -112,9 +122,17 @@ def _encoding(kind: str, model: Any) -> Callable[..., Any] | None:
 
 
 def _give_data(model: Any) -> None:
-    """Give data to a model without any: zeros, or where they are many memory that is never touched."""
-    make = (torch.zeros_like, torch.empty_like)
-    model.requires_grad_(False)._apply(lambda tensor: make[tensor.numel() > LARGE](tensor, device="cpu"))
+    """Give data to a model without any: zeros, or where they are many memory that is never touched.
+
+    The experts of text models, which encode no image, would not even find room.
+    """
+
+    def made(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() > LARGEST:
+            return tensor
+        return (torch.empty_like if tensor.numel() > LARGE else torch.zeros_like)(tensor, device="cpu")
+
+    model.requires_grad_(False)._apply(made)
 
 
 class _Unwritten(TorchDispatchMode):
@@ -145,9 +163,9 @@ def _images(config: Any, spec: ModelSpec, takes: Any) -> Iterator[tuple[dict[str
     side = getattr(vision, "patch_size", None)
     mask = torch.ones(1, patches, dtype=torch.long)
     if "image_grid_thw" in takes:
-        yield {"pixel_values": rows, "image_grid_thw": grid}, patches, 1
-        yield {"pixel_values": rows[None], "image_grid_thw": grid}, patches, 1
-        yield {"pixel_values": torch.zeros(patches, 3, side, side), "image_grid_thw": grid}, patches, 1
+        merges = {"image_merge_sizes": torch.ones(1, dtype=torch.long)} if "image_merge_sizes" in takes else {}
+        for values in (rows, rows[None], torch.zeros(patches, 3, side, side) if isinstance(side, int) else rows):
+            yield {"pixel_values": values, "image_grid_thw": grid, **merges}, patches, 1
     elif "image_position_ids" in takes:
         places = torch.cartesian_prod(torch.arange(SIDE), torch.arange(SIDE))[None]
         yield {"pixel_values": rows[None], "image_position_ids": places}, patches, 1
@@ -177,6 +195,10 @@ def _pixels(config: Any, vision: Any, takes: Any) -> Iterator[tuple[dict[str, An
     pixels, further = torch.ones(1, 3, size, size), {}
     if "qformer_input_ids" in takes:
         further["qformer_input_ids"] = torch.zeros(1, 1, dtype=torch.long)
+    if "aspect_ratio_ids" in takes:
+        one, tiles = torch.ones(1, 1, dtype=torch.long), vision.max_num_tiles
+        places = {"aspect_ratio_ids": one, "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long)}
+        yield {"pixel_values": torch.ones(1, 1, tiles, 3, size, size), **places}, 0, 1
     if "high_res_pixel_values" in takes:
         fine = config.high_res_vision_config.image_size
         further["high_res_pixel_values"] = torch.ones(1, 3, fine, fine)

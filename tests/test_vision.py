@@ -200,9 +200,12 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert ours == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "paddleocr_vl", "internvl"])
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen2_vl", "paddleocr_vl", "internvl", "got_ocr2", "minicpmv4_6", "minicpm_ocr", "cohere2_vision", "kosmos-2.5"],
+)
 def test_operations_of_encoding_an_image_are_those_that_torch_counts(kind: str) -> None:
-    """A grid of 16 x 16 patches, or an image of the config's size."""
+    """A grid of 24 x 24 patches, or an image of the config's size."""
     transformers = pytest.importorskip("transformers")
     auto = transformers.AutoModelForImageTextToText
     excess = image_excess(kind, lambda config: auto.from_config(config, attn_implementation="eager").eval())
