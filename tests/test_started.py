@@ -106,6 +106,16 @@ def test_a_script_that_starts_itself_or_nothing_is_told_as_before(tmp_path: Path
             launched(tmp_path, text)
 
 
+def test_a_started_script_that_only_prepares_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "prepare.sh").write_text("set -e\npip install wheels\n")
+    assert launched(tmp_path, "bash prepare.sh\nTP=4 bash train.sh\n").plan.tp == 4
+    here = "bash prepare.sh\npython3 MaxText/train.py base.yml per_device_batch_size=2 max_target_length=2048\n"
+    for target in (None, "maxtext"):
+        (tmp_path / "submit.sh").write_text(here)
+        with pytest.raises(InputError, match=r"submit\.sh: (?!is not a known)"):
+            read_launch(tmp_path / "submit.sh", LaunchContext(), target)
+
+
 def test_scripts_that_start_one_another_end(tmp_path: Path) -> None:
     (tmp_path / "a.sh").write_text("bash b.sh\n")
     (tmp_path / "b.sh").write_text("bash a.sh\n")

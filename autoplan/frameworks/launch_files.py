@@ -12,7 +12,7 @@ from autoplan.base.files import is_file, read_text
 from autoplan.frameworks import plan_file, registry
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.shell import read_script
-from autoplan.frameworks.common.started import MAX_DEPTH, SCRIPTS, started_script
+from autoplan.frameworks.common.started import MAX_DEPTH, MAX_SCRIPTS, SCRIPTS, started_scripts
 from autoplan.topology.cluster import ClusterSpec
 
 MAX_BYTES = 2**20  # a launch file is written by hand
@@ -23,21 +23,35 @@ _PAGES = (".md", ".rst", ".txt", ".ipynb")  # may quote launch files but are non
 READERS = tuple(sorted((*registry.READERS.values(), plan_file.READER), key=lambda reader: reader.target))
 
 
+class UnknownFileError(InputError):
+    """A file that no reader knows."""
+
+
 def read_launch(path: Path, context: LaunchContext, target: str | None = None, *, depth: int = 0) -> Launch:
     """Read the launch of the file as one of `target`, or of the only target that recognises the file.
 
-    Of a script that starts or submits another one in its folder, that one is read, with the variables that it gets.
+    Of a script that starts or submits others in its folder, the first of them that is a launch file is read, with the
+    variables that it gets.
     """
     text = read_text(path, most_bytes=MAX_BYTES)
     context = replace(context, folder=path.parent)
     try:
         return _read(path, text, context, target)
-    except InputError:
-        started = started_script(path, text, context) if path.suffix in SCRIPTS and depth < MAX_DEPTH else None
-        if started is None:
-            raise
-        launch = read_launch(started.path, replace(context, variables=started.variables), target, depth=depth + 1)
-        return replace(launch, unread=(*started.unread, *launch.unread))
+    except InputError as error:
+        scripts = started_scripts(path, text, context) if path.suffix in SCRIPTS and depth < MAX_DEPTH else []
+        failures: list[InputError] = []
+        for started in scripts[: max(MAX_SCRIPTS >> depth, 1)]:
+            try:
+                launch = read_launch(
+                    started.path, replace(context, variables=started.variables), target, depth=depth + 1
+                )
+            except UnknownFileError:
+                continue  # which prepares something, and starts no training
+            except InputError as failure:
+                failures.append(failure)
+                continue
+            return replace(launch, unread=(*started.unread, *launch.unread))
+        raise failures[0] if failures else error from None
 
 
 def _read(path: Path, text: str, context: LaunchContext, target: str | None) -> Launch:
@@ -47,7 +61,8 @@ def _read(path: Path, text: str, context: LaunchContext, target: str | None) -> 
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
     except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+        is_known = reader.recognises(path.name, text) or reader.starts(text, context)
+        raise (InputError if is_known else UnknownFileError)(f"{path}: {error}") from None
 
 
 def read_launch_on(path: Path, context: LaunchContext, cluster: ClusterSpec, target: str | None = None) -> Launch:
@@ -146,10 +161,12 @@ def _recognised(path: Path, text: str, context: LaunchContext) -> Reader:
     if not readers and (program := _program_in(path, text)):
         name, config = program
         if config:
-            raise InputError(f"{path}: is not a known launch file: it starts {name} with {config}: read that file")
+            raise UnknownFileError(
+                f"{path}: is not a known launch file: it starts {name} with {config}: read that file"
+            )
         looks = f"is not a known launch file: it starts {name}, which is not known here: if its options are"
-        raise InputError(f"{path}: {looks} those of a format, name that with --as ({', '.join(targets)})")
+        raise UnknownFileError(f"{path}: {looks} those of a format, name that with --as ({', '.join(targets)})")
     remedy = f"name its format with --as ({', '.join(targets)})"
     if not readers:
         remedy += ", or give its plan as options: autoplan estimate MODEL --tp N"
-    raise InputError(f"{path}: {looks}: {remedy}")
+    raise (InputError if readers else UnknownFileError)(f"{path}: {looks}: {remedy}")

@@ -15,6 +15,7 @@ from autoplan.frameworks.common.shell_words import is_open
 
 SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 MAX_DEPTH = 5  # scripts that start one another, and commands inside words
+MAX_SCRIPTS = 8  # that a script starts are tried
 _PAIR = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _SUBMITS = ("sbatch", "qsub")
 _PRINTS = ("echo", "printf", "cp", "mv", "cat", "chmod", "rm", "ls", "source", ".")
@@ -29,10 +30,13 @@ class Started:
     unread: tuple[Unread, ...]
 
 
-def started_script(path: Path, text: str, context: LaunchContext) -> Started | None:
-    """Return the first script that the script at `path` starts; None if it starts none beside it."""
+def started_scripts(path: Path, text: str, context: LaunchContext) -> list[Started]:
+    """Return the scripts beside the one at `path` that it starts, in their order, each as it is started first."""
     script = read_script(text, context.variables, context.folder)
-    return next(_started_in(path, script, context, (), 0), None)
+    found: dict[Path, Started] = {}
+    for started in _started_in(path, script, context, (), 0):
+        found.setdefault(started.path, started)
+    return list(found.values())
 
 
 def _started_in(
