@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from autoplan.api.training_run import parse_sizes
@@ -19,7 +21,7 @@ from autoplan.base.values import (
     parse_size,
     parse_tokens,
 )
-from autoplan.readers.cluster import cluster_from_table, load_cluster, preset_clusters
+from autoplan.readers.cluster import cluster_from_table, cluster_schema, load_cluster, preset_clusters
 from autoplan.readers.device import load_device, preset_devices
 from autoplan.readers.lengths import load_images, load_lengths
 from autoplan.readers.model import load_model
@@ -196,3 +198,11 @@ def test_limits_of_flags_are_one_line_that_names_the_flag(
 def test_templates_say_how_numbers_may_be_typed(tmp_path: Path) -> None:
     assert run(tmp_path, "new", "device", "--out", "device.toml").returncode == 0
     assert read_table(tmp_path / "device.toml")["device"]["memory"] == "24GB"
+
+
+def test_the_schema_for_editors_admits_numbers_with_units() -> None:
+    described = cluster_schema()
+    jsonschema.validate(tomllib.loads(TYPED), described)
+    for old, new in (('memory = "80GB"', "memory = 80"), ('memory = "80GB"', 'memory = "80GB"\nmemory_gib = 80')):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(tomllib.loads(TYPED.replace(old, new)), described)
