@@ -14,7 +14,7 @@ from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.primus.rules import RULES as PRIMUS_RULES
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.blocks import Experts, LatentAttention
-from autoplan.spec.enums import RankOrder, RecomputeModule
+from autoplan.spec.enums import ContextParallelKind, RankOrder, RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.mixed_problem import MixedStage, ReplicaKind
 from autoplan.spec.model import ModelSpec
@@ -96,6 +96,7 @@ MATRIX: dict[str, PlanFile] = {
     ),
     "dense, ring": plan_file_of(LLAMA_8B, seq_len=32768, cp=4, tp=2, sp=True, dp_shard=2),
     "dense, all to all": plan_file_of(LLAMA_8B, seq_len=32768, cp=4, cp_kind="all_to_all", tp=2, sp=True, dp_shard=4),
+    "dense, all to all in a ring": plan_file_of(LLAMA_8B, seq_len=32768, cp=8, cp_kind="a2a+p2p:4", dp_shard=2),
     "dense, shards replicated": plan_file_of(LLAMA_8B, tp=2, sp=True, dp_replicate=4, dp_shard=8),
     "dense, pipelines first": plan_file_of(
         LLAMA_8B, tp=4, sp=True, pp=2, dp_shard=4, rank_order=RankOrder.PP_BEFORE_DP
@@ -353,7 +354,7 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
         tp=tp,
         sp=tp > 1 and draw(st.booleans()),
         cp=cp,
-        cp_kind=draw(st.sampled_from(["ring", "all_to_all"])) if cp > 1 else "ring",
+        cp_kind=draw(st.sampled_from(ContextParallelKind)) if cp > 1 else "ring",
         pp=pp,
         vp=vp,
         schedule=schedule,
