@@ -50,6 +50,7 @@ ABOUT = 1.05  # times the smallest possible time of combined groups, at which th
 MAX_JOINT, MIN_JOINT = 20_000, 3  # structures of combined groups, and ways of each with the same axes
 MAX_LAYOUTS = 512  # of single groups whose bounds leave them open, priced one by one
 KEPT_PLANS = 20
+MUCH_OPEN = 0.15  # gap from which plans on fewer nodes are looked at
 
 # Exclusions, for the certificate.
 LIMITS = (
@@ -85,15 +86,16 @@ def search_mixed(
 
     Plans that fit are ranked; if there are none, plans that may run out of memory, as on equal nodes.  `space_of`
     returns the plans of a single part; `accepts` says which plans the framework can start, of those with `equal` parts.
-    The simplest plan that is slower than the fastest by at most `margin`, a share, comes first.  Where the best plan
-    leaves many devices idle, or a part alone does not share out the batch, since the number of devices divides badly,
-    parts with fewer nodes are searched too.
+    The simplest plan that is slower than the fastest by at most `margin`, a share, comes first.  Parts
+    with fewer nodes are searched too where the number of devices divides badly: the best plan leaves many idle, its
+    bounds leave much open, or a part alone does not share out the batch.
     """
     result = _search_all(problem, global_batch, space_of, accepts, equal, margin)
     without_plan = [part for part, rate in enumerate(result.certificate.rates_alone) if rate == 0]
     spaces = (space_of(problem.alone(part)) for part in without_plan)
     divides = all(len(space.groups(space.cells())[0]) for space in spaces)
-    if divides and result.ranked and result.ranked[0].plan.num_devices >= MIN_USED * problem.cluster.num_devices:
+    is_near = divides and result.certificate.gap < MUCH_OPEN
+    if is_near and result.ranked and result.ranked[0].plan.num_devices >= MIN_USED * problem.cluster.num_devices:
         return result
     smaller = [
         _search_all(fewer, global_batch, space_of, accepts, equal, margin) for fewer in _with_fewer_nodes(problem)
