@@ -45,6 +45,7 @@ from autoplan.cost.kernels.measured_units import (
 )
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.products import moved_per_accumulated_grad
+from autoplan.cost.kernels.sharded_operations import repeated_operations_s, sharded_operations_s
 from autoplan.cost.kernels.sizes import sends_tokens_once
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
 from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
@@ -58,7 +59,7 @@ from autoplan.spec.blocks import ATTENTION_BLOCKS, ENCODER_BLOCKS, Block
 from autoplan.spec.enums import CudaGraphs, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import FULL, PlanBatch
+from autoplan.spec.plan import FULL, SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import BLOCK_TERMS
 
@@ -328,7 +329,7 @@ def _block_cost(
     late = again_late = finish(framework, backward, states.backward_s, host.backward_s, wait_s, to_host_s)
     repeat = dict.fromkeys(BLOCK_TERMS, zeros)
     if (batch.recompute == FULL).any():
-        again_s = host.backward_s + _host_s(problem, batch, block, parts.is_whole).forward_s
+        again_s = host.backward_s + _repeated_host_s(problem, batch, block, parts.is_whole)
         apart_again = halves(repeated, again_s, wait.total_s)
         again_late = finish(framework, repeated, states.backward_s, again_s, wait.total_s, to_host_s)
         repeat = _repeat_terms(parts, repeated, backward)
@@ -396,8 +397,19 @@ def _host_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -
     host = problem.framework.host
     hooks = host.host_s_per_hooked_block * (batch.sharding == Sharding.ZERO3.code)
     dense = Pass(host.host_s_per_block_forward + hooks, host.host_s_per_block_backward + hooks)
-    factor = np.where(is_whole | is_graphed(batch, block), 0.0, problem.calibration.host)
-    return dense.plus(extra_launches_s(problem, batch, block)).scaled(factor)
+    launches = dense.plus(extra_launches_s(problem, batch, block)).plus(sharded_operations_s(problem, batch, block))
+    return launches.scaled(_host_factor(problem, batch, block, is_whole))
+
+
+def _repeated_host_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Floats:
+    """Host time to launch a forward pass of one block again, in full recomputation."""
+    more_s = repeated_operations_s(problem, batch, block) - sharded_operations_s(problem, batch, block).forward_s
+    factor = _host_factor(problem, batch, block, is_whole)
+    return _host_s(problem, batch, block, is_whole).forward_s + factor * more_s
+
+
+def _host_factor(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Floats:
+    return np.where(is_whole | is_graphed(batch, block), 0.0, problem.calibration.host)
 
 
 def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools) -> Pass:
@@ -408,4 +420,7 @@ def _launch_s(problem: Problem, batch: PlanBatch, block: Block, is_whole: Bools)
         np.where(batch.sp, 2 + regathers_inputs(problem), 1) * wait,
     )
     again = problem.calibration.host * repeated_launches_s(problem, batch, block) * ~is_whole
+    if problem.framework.kernels.selective_recompute_share:  # which dispatches every operation again, to keep or repeat
+        selective = _host_factor(problem, batch, block, is_whole) * (batch.recompute == SELECTIVE)
+        again = again + selective * repeated_operations_s(problem, batch, block)
     return _host_s(problem, batch, block, is_whole).plus(meets).plus(Pass(0.0 * again, again))

@@ -259,6 +259,9 @@ class Host:
     # Of each kernel that a block of experts, or of latent attention, launches beyond a dense block
     # (`cost/kernels/launches.py`): an eager operation (`modelling` C6), or what a framework's layers put around it.
     host_s_per_launch: float = 10e-6
+    # Added for each operation on DTensors, torch's sharded tensors, that a block dispatches in Python, in tensor groups
+    # where norms and activation are not compiled (`cost/kernels/sharded_operations.py`).
+    host_s_per_dtensor_operation: float = 0.0
     host_s_per_collective: float = 20e-6  # added where ranks must meet before a collective starts
     # Where zero1 gathers every rank's slice of every tensor of weights on its own: slicing, flattening, copying back.
     host_s_per_gathered_piece: float = 0.0

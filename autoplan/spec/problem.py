@@ -125,6 +125,12 @@ class Problem:
             raise InputError(f"--lengths are those of the decoder of {name}: pass --encoder-len for its encoder")
 
     @property
+    def fuses_norms(self) -> bool:
+        """Whether a norm is one kernel, as the training says or else the framework."""
+        chosen = self.training.fused_norm
+        return self.framework.kernels.fused_norm if chosen is None else chosen
+
+    @property
     def machine_spread(self) -> float:
         """Standard deviation of log steps for unknown machines, until kernels or runs of this one were measured."""
         is_measured = bool(self.calibration.sources) or self.timings.has_kernels

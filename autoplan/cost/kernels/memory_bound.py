@@ -240,8 +240,7 @@ def _norm_traffic(problem: Problem) -> float:
     """Memory traffic of a norm relative to a fused one; torch's layer norm is always fused, an RMSNorm may not be."""
     if not problem.model.writes_out_norms:
         return 1.0
-    fused = problem.framework.kernels.fused_norm if problem.training.fused_norm is None else problem.training.fused_norm
-    return 1.0 if fused else EAGER_NORM_FACTOR
+    return 1.0 if problem.fuses_norms else EAGER_NORM_FACTOR
 
 
 def _scanned_width(model: ModelSpec, block: Block) -> int:

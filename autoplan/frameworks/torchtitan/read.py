@@ -384,7 +384,8 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
     options.remarks += (item for item in content.unread if not (context.model and item.option == "model.flavor"))
     compiled = _compiled(compiling)
     if not compiled:
-        compiling.remark("enable", "blocks run eagerly; only their norms are priced so", default="false")
+        why = "blocks run eagerly; only their norms and, with tp, their launches are priced so"
+        compiling.remark("enable", why, default="false")
     degrees = read_degrees(parallelism, context.num_devices or content.num_devices)
     batch = read_batch(training, parallelism, degrees)
     if content.recompute not in ("none", "selective", "full"):
