@@ -345,7 +345,8 @@ class Unseen:
     def plain(self) -> Unseen:
         """The cases with nothing new but their size, of no kind that is harder to predict."""
         names = {*KINDS, *NOVELTIES} - {"size"}
-        return self.take(~self.parts[:, [name in names for name in GENERAL_PARTS]].any(axis=1))
+        is_new = np.any(self.parts[:, [name in names for name in GENERAL_PARTS]] > 0, axis=1)
+        return self.take(~is_new)
 
     def inside(self, error: Floats, fitted: Fitted) -> Bools:
         """Return which cases would lie in their intervals with these errors."""

@@ -60,7 +60,7 @@ def image_excess(kind: str, build: Callable[[Any], Any]) -> float | None:
 def _shallow(config: Any) -> Any:
     """Return the config with few layers where these are alike."""
     text = config.get_text_config()
-    vision = getattr(config, "vision_config", getattr(config, "encoder", config))
+    vision: Any = getattr(config, "vision_config", getattr(config, "encoder", config))
     if not any(isinstance(getattr(text, name, None), list) for name in LISTS):
         text.num_hidden_layers = 1
     has_windows = hasattr(vision, "fullatt_block_indexes")
@@ -77,6 +77,7 @@ def _shallow(config: Any) -> Any:
     if hasattr(vision, "pixel_shuffle_ratio"):  # Llama 4's, whose class has widths of several sizes by default
         vision.intermediate_size = round(vision.hidden_size / vision.pixel_shuffle_ratio**2)
         vision.vision_output_dim = vision.projector_output_dim
+    part: Any
     for part in (vision, getattr(vision, "sam_config", None), getattr(config, "high_res_vision_config", None)):
         if hasattr(part, "global_attn_indexes"):  # Segment Anything's
             part.num_hidden_layers, part.global_attn_indexes = 3, [2]
@@ -117,7 +118,7 @@ def _encoding(kind: str, model: Any) -> Callable[..., Any] | None:
             return result
 
         return encode
-    owners = (getattr(model, "model", None), model)
+    owners: tuple[Any, ...] = (getattr(model, "model", None), model)
     return next((owner.get_image_features for owner in owners if hasattr(owner, "get_image_features")), None)
 
 
@@ -135,8 +136,11 @@ def _give_data(model: Any) -> None:
     model.requires_grad_(False)._apply(made)
 
 
-class _Unwritten(TorchDispatchMode):
+class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Does not compute from large tensors, of whose results the shapes alone are needed."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = (args, kwargs or {})
@@ -160,7 +164,7 @@ def _images(config: Any, spec: ModelSpec, takes: Any) -> Iterator[tuple[dict[str
     vision = getattr(config, "vision_config", getattr(config, "encoder", config))
     patches, numbers = SIDE**2, spec.encoder.layers.vocab_size
     grid, rows = torch.tensor([[1, SIDE, SIDE]]), torch.zeros(patches, numbers)
-    side = getattr(vision, "patch_size", None)
+    side: Any = getattr(vision, "patch_size", None)
     mask = torch.ones(1, patches, dtype=torch.long)
     if "image_grid_thw" in takes:
         merges = {"image_merge_sizes": torch.ones(1, dtype=torch.long)} if "image_merge_sizes" in takes else {}

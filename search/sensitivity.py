@@ -252,7 +252,7 @@ def _flips(
             continue
         growth, kind = crossing
         flip_times = times(growth)
-        winner = min(np.flatnonzero(contenders.kinds == kind), key=lambda at: float(flip_times[at]))
+        winner = min(map(int, np.flatnonzero(contenders.kinds == kind)), key=lambda at: float(flip_times[at]))
         # Excluded plans take at least `1 + margin` times as long as the current best; more if the number is worse, and
         # if it is better, they shorten at most in proportion.
         best = float(flip_times[contenders.kinds == 0].min())

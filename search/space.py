@@ -327,7 +327,7 @@ class Space:
         for axis in _GROUP_WORDS:
             values = self.limits.of(axis.name)
             if axis.name == "cp_kind":
-                values = tuple(kind for kind in values if ContextParallelKind(kind).fits(cell.cp)) or values[:1]
+                values = tuple(kind for kind in values if ContextParallelKind(str(kind)).fits(cell.cp)) or values[:1]
             choices.append(values if axis.needs.are_met(cell, **parts) else values[:1])
         return _group_rows(self.limits, cell.dp, tuple(choices))
 

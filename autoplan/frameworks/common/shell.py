@@ -269,8 +269,8 @@ class _State:
         if words[:1] == ("set",):
             self._exports_all |= any(re.fullmatch(r"-[a-z]*a[a-z]*|allexport", word) for word in words[1:])
         if words and words[0] == "unset":
-            for name in words[1:]:
-                self._variables.values.pop(name, None)
+            for variable in words[1:]:
+                self._variables.values.pop(variable, None)
             return True
         text = "".join(
             self._variables.text(token.raw, quoted=True) if token.kind == "text" else token.raw

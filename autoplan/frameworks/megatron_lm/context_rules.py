@@ -45,11 +45,11 @@ def _cp_window(workload: Workload, batch: PlanBatch) -> Bools:
 def _dynamic_cp(workload: Workload, batch: PlanBatch) -> Bools:
     """Return which plans run the scheduler of samples; ranks make as many passes as they have samples."""
     model = workload.model
-    has_attention = model.mla is None and model.mamba is None and model.linear_attention is None
+    takes_samples = model.mla is None and model.mamba is None and model.linear_attention is None
     is_power = (batch.cp & (batch.cp - 1)) == 0
-    has_attention &= batch.cp_kind <= ALL_TO_ALL  # the groups of a hierarchy are those of cp
+    has_groups = batch.cp_kind <= ALL_TO_ALL  # the groups of a hierarchy are those of cp
     alone = (batch.pp == 1) & (batch.ep == 1) & (batch.micro_batch == 1) & (batch.cuda_graphs == CudaGraphs.NONE.code)
-    return ~batch.dynamic_cp | (has_attention & (batch.cp > 1) & is_power & alone)
+    return ~batch.dynamic_cp | (takes_samples & has_groups & (batch.cp > 1) & is_power & alone)
 
 
 RULES: tuple[Rule, ...] = (
