@@ -24,7 +24,9 @@ types: $(VENV)/.dev
 contracts: $(VENV)/.dev
 	$(BIN)/lint-imports
 
+# Bytecode first: tests start hundreds of commands, which would each compile the package where PYTHONDONTWRITEBYTECODE is set.
 tests: $(VENV)/.dev
+	$(BIN)/python -m compileall -q autoplan profiler search
 	$(BIN)/pytest -n auto --dist loadfile
 
 # The property tests with examples that no run has drawn yet; what it finds becomes a test of its own.
@@ -34,6 +36,7 @@ hunt: $(VENV)/.dev
 $(VENV)/.runtime: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --editable .
+	$(BIN)/python -m compileall -q autoplan profiler search
 	touch $@
 
 # torch, for the tests alone: the CPU build of this exact version, before anything else can ask for another one.
