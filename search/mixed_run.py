@@ -1,4 +1,4 @@
-"""Search for the parts of a mixed cluster that serve a run best; a part is used whole or not at all."""
+"""Search for the set of parts of a mixed cluster that serves a run best."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PartsResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tried:
-    """A set of parts, its plans, and a lower bound on the first objective of any."""
+class _PartsPlans:
+    """The plans on a set of parts, and a lower bound on the first objective of any of them."""
 
     problem: MixedProblem
     result: MixedResult | None  # None: a run makes no progress
@@ -45,30 +45,30 @@ def search_parts(
 
     Returns the result on all parts if no parts have a plan; NoPlanError if no plan is within the limits.
     """
-    parts, tried = range(len(problem.cluster.parts)), list[_Tried]()
-    sets = [used for size in parts for used in itertools.combinations(parts, size + 1)]
+    numbers, tried = range(len(problem.cluster.parts)), list[_PartsPlans]()
+    sets = [used for size in numbers for used in itertools.combinations(numbers, size + 1)]
     for used in sets:
-        tried.append(_tried(problem.only(used), find, objectives, run))
+        tried.append(_plans_on(problem.only(used), find, objectives, run))
         if progress:
             progress(len(tried), len(sets))
-    outcomes = [parts.outcome for parts in tried]
-    usable = [parts for parts in tried if parts.result and parts.outcome.figures and not parts.outcome.why]
+    outcomes = [plans.outcome for plans in tried]
+    usable = [plans for plans in tried if plans.result and plans.outcome.figures and not plans.outcome.why]
     if not usable:
         if slow := [(outcome.parts, outcome.figures) for outcome in outcomes if outcome.figures]:
             raise NoPlanError(why_slow(slow, run))
-        if tried[-1].result is None:
+        if tried[-1].result is None:  # this raises the reason, on all parts together
             run.reliability.goodput(problem.cluster.num_devices)
         assert tried[-1].result is not None
         return tried[-1].result
 
-    def order(parts: _Tried) -> tuple[bool, tuple[float, ...]]:
-        assert parts.result
-        assert parts.outcome.figures
-        return parts.result.ranked[0].verdict != "fits", costs_of(objectives, parts.outcome.figures)
+    def order(plans: _PartsPlans) -> tuple[bool, tuple[float, ...]]:
+        assert plans.result
+        assert plans.outcome.figures
+        return plans.result.ranked[0].verdict != "fits", costs_of(objectives, plans.outcome.figures)
 
     best = min(usable, key=order)
     assert best.result
-    gap = max(1 - min(parts.least for parts in tried) / order(best)[1][0], 0.0)
+    gap = max(1 - min(plans.least for plans in tried) / order(best)[1][0], 0.0)
     report = MixedRun(
         objectives=tuple(objective.name for objective in objectives), best=best.outcome, outcomes=tuple(outcomes)
     )
@@ -76,10 +76,10 @@ def search_parts(
     return PartsResult(problem=best.problem, result=replace(best.result, certificate=certificate), report=report)
 
 
-def _tried(
+def _plans_on(
     problem: MixedProblem, find: Callable[[MixedProblem], MixedResult], objectives: Sequence[Objective], run: Run
-) -> _Tried:
-    """Return the plans on all of these parts, the best in the objectives first.
+) -> _PartsPlans:
+    """Return the plans on all parts of the problem, the best in the objectives first.
 
     For given parts all objectives but energy grow with the step time, so that the fastest plan is the best one.
     """
@@ -87,15 +87,15 @@ def _tried(
     try:
         run.reliability.goodput(problem.cluster.num_devices)
     except InputError:
-        return _Tried(problem=problem, result=None, outcome=replace(outcome, why=NO_PROGRESS))
+        return _PartsPlans(problem=problem, result=None, outcome=replace(outcome, why=NO_PROGRESS))
     result = find(problem)
     if not result.ranked:
-        return _Tried(problem=problem, result=result, outcome=outcome, least=math.inf if result.is_empty else 0.0)
+        return _PartsPlans(problem=problem, result=result, outcome=outcome, least=math.inf if result.is_empty else 0.0)
     pace = result.ranked[0].s_per_sequence * (1 - result.certificate.gap)
     floor = least_figures(problem, run, seconds_per_sequence=pace, memory_bytes=result.ranked[0].memory_bytes)
     ranked = sorted(result.ranked, key=lambda cost: costs_of(objectives, figures(problem, run, cost)))
     best = figures(problem, run, ranked[0])
-    return _Tried(
+    return _PartsPlans(
         problem=problem,
         result=replace(result, ranked=tuple(ranked)),
         outcome=replace(outcome, step_s=ranked[0].step_s, figures=best, why="" if run.admits(best) else TOO_SLOW),

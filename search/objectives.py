@@ -254,5 +254,5 @@ def least_figures(
 
 
 def _has_power(cluster: ClusterSpec | MixedCluster) -> bool:
-    """Return whether the power of the cluster is known, and therefore the energy."""
+    """Return whether the power of all parts is known, and therefore the energy."""
     return all(part.host.power_w is not None for part in cluster.parts)

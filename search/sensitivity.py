@@ -143,6 +143,7 @@ def part_quantities(problem: MixedProblem) -> tuple[Quantity[MixedProblem], ...]
 
 
 def _slower_part(part: int, quantity: Quantity[Problem], problem: MixedProblem, growth: float) -> MixedProblem:
+    """Return the problem with the times that depend on a quantity of one part multiplied by `growth`."""
     own = quantity.slower(problem.alone(part), growth)
     parts, calibrations, timings = list(problem.cluster.parts), list(problem.calibrations), list(problem.timings)
     parts[part], calibrations[part] = own.cluster, own.calibration
@@ -190,7 +191,9 @@ def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: fl
         margin = min(margin, slower_plans[MAX_PLANS - 1].s_per_sequence / best.s_per_sequence - 1.0)
     ranked = (best, *slower_plans[: MAX_PLANS - 1])
     batch = problem.batch([plan.plan for plan in ranked])
-    scale = np.array([at_quantile(plan, z) / plan.s_per_sequence for plan in ranked])  # to the quantile that is least
+    scale = np.array(
+        [at_quantile(plan, z) / plan.s_per_sequence for plan in ranked]
+    )  # to the quantile that is minimised
 
     def times(changed: Problem) -> Floats:
         return scale * seconds_per_sequence(estimate(changed, batch))

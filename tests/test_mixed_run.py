@@ -51,8 +51,8 @@ def test_parts_that_cost_more_than_they_bring_are_left_out(prices: tuple[float, 
         price = sum(part.num_devices * (part.price_per_device_hour or 0.0) for part in own.cluster.parts)
         goodput = Run().reliability.goodput(own.cluster.num_devices)
         costs[own.cluster.sizes] = price * cost.s_per_sequence / 3600 / problem.training.seq_len / goodput
-    told = {row.parts: row.figures.cost_per_token for row in best.report.outcomes if row.figures}
-    assert told == pytest.approx(costs)
+    shown = {row.parts: row.figures.cost_per_token for row in best.report.outcomes if row.figures}
+    assert shown == pytest.approx(costs)
     assert best.report.best.figures
     assert best.report.best.figures.cost_per_token == pytest.approx(min(costs.values()))
     assert best.result.certificate.best_in == "cost-per-token"
@@ -100,10 +100,10 @@ def test_a_cluster_of_one_part_has_the_figures_of_the_plain_search() -> None:
     problem = make_problem("llama3.2-1b", cluster="h100-sxm:1x4", seq_len=2048)
     problem = replace(problem, cluster=replace(problem.cluster, price_per_device_hour=2.0))
     plain = search_run(problem, {"objectives": ["cost-per-token"]}, partial(make_space, global_batch=BATCH))
-    told = best_parts(as_mixed(problem), "cost-per-token").report.best.figures
-    assert told
+    shown = best_parts(as_mixed(problem), "cost-per-token").report.best.figures
+    assert shown
     for name in ("num_devices", "seconds_per_sequence", "goodput", "tokens_per_s", "cost_per_token"):
-        assert getattr(told, name) == pytest.approx(getattr(plain.report.best.figures, name), rel=1e-9)
+        assert getattr(shown, name) == pytest.approx(getattr(plain.report.best.figures, name), rel=1e-9)
 
 
 def test_what_no_mixed_run_has_is_refused_with_the_way_out() -> None:

@@ -22,8 +22,9 @@ from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
 from autoplan.search.balance import spread_layers
 from autoplan.search.mixed_bounds import Candidate, MixedSpace
+from autoplan.search.mixed_candidates import candidates_of, fastest_s
 from autoplan.search.mixed_refinement import Refiner
-from autoplan.search.mixed_search import best_of, candidates_of, fastest_s
+from autoplan.search.mixed_search import best_of
 from autoplan.search.mixed_search import search_mixed as search_space
 from autoplan.search.structures import Equal, Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search as plain_search
@@ -334,11 +335,11 @@ def test_a_part_that_does_not_divide_the_batch_is_searched_with_fewer_nodes() ->
 def test_a_node_more_is_left_idle_where_it_makes_plans_slower() -> None:
     """Bounds left 28 % open on all nodes, on which every plan is 24 % slower than on one node less."""
     words = {"global_batch": 32, "seq_len": 1024, "framework": "torch", "prefer": "fastest"}
-    one, two = (
+    on_one, on_two = (
         autoplan.search_mixed("llama2-13b", cluster=f"a100-sxm:{nodes}x4+h100-sxm:3x4", **words).best.step_s
         for nodes in (1, 2)
     )
-    assert two <= one * (1 + 1e-9)
+    assert on_two <= on_one * (1 + 1e-9)
 
 
 def test_joined_searches_are_led_by_plans_that_fit() -> None:

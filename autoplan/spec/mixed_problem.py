@@ -219,7 +219,7 @@ class MixedProblem:
             self.alone(part)
 
     def only(self, parts: Sequence[int]) -> MixedProblem:
-        """The problem on some of its parts."""
+        """The problem on these of its parts alone."""
         own = [self.cluster.parts[part] for part in parts]
         return replace(
             self,

@@ -89,13 +89,13 @@ class MixedResult:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether no plan is legal and fits, which is known; else none was found."""
+        """Return whether it is known that no plan is legal and fits; without plans and not empty, none was found."""
         return not self.ranked and self.certificate.gap == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsOutcome:
-    """A run on some parts of a mixed cluster, all of each: the figures with the best plan, or why there is none."""
+    """A run on a set of parts of a mixed cluster: the figures with the best plan, or why there is none."""
 
     parts: str  # in words
     step_s: float | None

@@ -70,7 +70,7 @@ class MixedCluster:
 
     @property
     def price_per_device_hour(self) -> float | None:
-        """Mean price of a device; None if that of some is unknown."""
+        """Mean price of a device; None if that of any part is unknown."""
         prices = [part.price_per_device_hour for part in self.parts for _ in range(part.num_devices)]
         known = [price for price in prices if price is not None]
         return sum(known) / len(known) if len(known) == len(prices) else None
