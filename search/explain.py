@@ -76,7 +76,7 @@ def _priced(problem: Problem, best: RankedPlan, count: int, rules: tuple[Rule, .
     workload = problem.workload
     batch = problem.batch(candidates)
     batch = replace(batch, placement=plan.placement)
-    lawful = np.flatnonzero(legal((*universal.RULES, universal.KNOWN_SAMPLES), workload, batch))
+    lawful = np.flatnonzero(legal(universal.PRICED_RULES, workload, batch))
     costs = estimate(problem, batch.take(lawful))
     order = np.argsort(seconds_per_sequence(costs), kind="stable")
     best_s = best.step_s / plan.global_batch

@@ -14,7 +14,7 @@ from autoplan.api.plan_files import make_plan_file
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.rules import broken
-from autoplan.frameworks.registry import TARGETS, facts_for, facts_of, rules_for, usual_target
+from autoplan.frameworks.registry import TARGETS, facts_of, facts_of_version, rules_for, usual_target
 from autoplan.launch.targets import job_of
 from autoplan.search.study import search
 from autoplan.spec.plan import ParallelPlan
@@ -94,7 +94,7 @@ def test_a_version_that_does_not_exist_is_told_those_that_do() -> None:
 
 def test_a_version_of_a_target_is_planned_with_its_own_facts() -> None:
     """torchtitan 0.2 runs torch's own attention, later versions FlexAttention, which is slower."""
-    assert [facts_for(to) for to in ("torchtitan", "torchtitan@main", "torchtitan@0.2", "megatron-lm@0.13")] == [
+    assert [facts_of_version(to) for to in ("torchtitan", "torchtitan@main", "torchtitan@0.2", "megatron-lm@0.13")] == [
         "torchtitan", "torchtitan", "torchtitan-0.2", "megatron-core",
     ]  # fmt: skip
     about = {"cluster": "h100-sxm:1x8", "global_batch": 64, "seq_len": 4096}

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack, cast
 
-from autoplan.api.problem import ProblemOptions, check_names, limit_texts, make_problem, make_space
+from autoplan.api.options import ProblemOptions, check_names
+from autoplan.api.problem import limit_texts, make_problem, make_space
 from autoplan.api.results import Progress, Result, Table, unmeasured_text
 from autoplan.api.training_run import RunOptions, make_run, parse_sizes, priced, resized
 from autoplan.base.errors import InputError, NoPlanError

@@ -7,17 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
+from autoplan.api.options import ProblemOptions, check_names
 from autoplan.api.plan_files import is_plan_file, make_plan_file, retimed_problem
 from autoplan.api.plan_result import PlanResult, load_plan
-from autoplan.api.problem import (
-    ProblemOptions,
-    check_names,
-    check_rank_order,
-    check_tp_overlap,
-    load_cluster,
-    make_problem,
-    unpriced_parts,
-)
+from autoplan.api.problem import check_rank_order, check_tp_overlap, load_cluster, make_problem, unpriced_parts
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.base.files import decode
 from autoplan.cost import estimate as cost

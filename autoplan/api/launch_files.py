@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from autoplan.api.problem import ProblemOptions, check_rank_order, load_framework, load_model, make_problem
+from autoplan.api.options import ProblemOptions
+from autoplan.api.problem import check_rank_order, load_framework, load_model, make_problem
 from autoplan.api.results import Result, Table
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import encode
@@ -143,7 +144,7 @@ class LaunchStart:
     def compared(self, problem: Problem, file: PlanFile, result: SearchResult) -> CurrentPlan:
         """Compare the plan of the launch file with the best one, in `file`."""
         plan, launch = self.plan, self.launch
-        unpriced = _broken(problem, plan, (*universal.RULES, universal.KNOWN_SAMPLES))
+        unpriced = _broken(problem, plan, universal.PRICED_RULES)
         priced = None if unpriced else with_input(problem, prices(problem, [plan])[0])
         rivals = [with_input(problem, rival) for rival in result.rivals]
         difference = Difference(

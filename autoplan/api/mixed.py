@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from autoplan.api.launch_files import LaunchStart, start_from
+from autoplan.api.options import SearchOptions, split_options
 from autoplan.api.plan_files import load_mixed_plan, make_mixed_file
 from autoplan.api.problem import (
-    SearchOptions,
     batches_of,
-    divided,
     load_any_cluster,
     make_mixed_problem,
     priced_target,
@@ -70,11 +69,11 @@ def search_mixed(
 
     `cluster` is several clusters joined by + ("h100-sxm:4x8+a100-sxm:4x8"), a file of parts, or a loaded object.  The
     other arguments are those of `search`; without `to`, plans are for the usual target of the framework.  For a run,
-    the parts that serve it best are found, too: each is used whole or not at all.
+    the set of parts that serves it best is found, too.
 
     Raises InputError for arguments that cannot be used, NoPlanError if no plan is legal or fits.
     """
-    problem_options, run = divided(options, "search_mixed")
+    problem_options, run = split_options(options, "search_mixed")
     parts = load_any_cluster(cluster)
     if isinstance(parts, ClusterSpec):
         raise InputError(f"{cluster} has equal nodes: use autoplan.search")

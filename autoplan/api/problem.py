@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, Unpack, cast
+from typing import Any, NamedTuple, Unpack
 
 from autoplan.api.calibrations import calibration_of, check_fitted
 from autoplan.api.encoder_options import beside_encoder, with_encoder_options
+from autoplan.api.options import ProblemOptions
 from autoplan.api.timings import with_timings
-from autoplan.api.training_run import RunOptions
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.files import decode
 from autoplan.base.units import check_positive
 from autoplan.base.values import parse_batches, parse_memory, parse_size
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks import presets
-from autoplan.frameworks.registry import book_of, facts_for, find_target, rules_for, target_called, usual_target
+from autoplan.frameworks.registry import book_of, facts_of_version, find_target, rules_for, target_called, usual_target
 from autoplan.readers.calibration import built_in_calibration, load_calibration
 from autoplan.readers.finetuning import combined, optimizer_named, optimizer_of, preference_of
 from autoplan.readers.lengths import load_images, load_lengths
@@ -29,7 +29,6 @@ from autoplan.search.placement import is_fragmented
 from autoplan.search.space import Space
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import AttentionKernel, Precision, enum_value
-from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.framework import Framework
 from autoplan.spec.input_rate import InputRate, parse_input_rate
 from autoplan.spec.lengths import ImageCounts, Lengths
@@ -47,47 +46,6 @@ DEFAULT_FRAMEWORK = "megatron-core"
 PREFERENCES = ("simple", "fastest", "robust")
 USUAL_QUANTILE = 0.9
 ADAPTER_FRAMEWORK = "transformers"  # with PEFT; Megatron-LM itself trains no adapters
-
-
-class ProblemOptions(TypedDict, total=False):
-    """Options of a problem other than model, cluster and sequence length; `make_problem` has the defaults."""
-
-    precision: str  # of the matrix products: bf16, fp16, fp8, mxfp8, nvfp4 or, with the built-in trainer, fp32
-    attention: str  # kernel: flash, flash1, flash2, flash3, cudnn, megatron-fused or unfused
-    framework: str | Path | Framework  # preset or TOML file
-    calibration: str | Path | Calibration | None  # a TOML file, or "db": fitted to the runs in the timing database
-    timings: str | None  # measured times of kernels: "aiconfigurator" or "db"
-    db: str | None  # the timing database: a path or a URL; None: AUTOPLAN_DB, else a file in the user's data folder
-    reserve_memory: str | float  # of every device, to be kept free: bytes, or a text such as "4GiB"
-    training: TrainingSpec | None  # for what precision and attention do not say
-    # A text such as "lora:r=16,targets=all-linear" or "qlora:r=64"; adapter_config.json, or a YAML of axolotl,
-    # LLaMA-Factory or TRL.
-    finetune: str | Path | FineTuning | None
-    # Of storage, tokenisation and loader, in all or per node: "5000samples/s", "400ktokens/s/node", "2GB/s/node"; the
-    # slowest of several counts.
-    input_rate: str | Sequence[str] | None
-    sample_size: str | float | None  # bytes that are read for a sample: a number, or a text such as "150kB"
-    lora_rank: int | None  # of adapters on frozen weights
-    lora_targets: str | None  # modules with adapters, as PEFT calls them, joined by commas; or "all-linear"
-    expert_imbalance: float | None  # tokens of the busiest rank of experts over their mean, 1 to 1000
-    capacity_factor: float | None  # experts take so many times the mean of tokens at most, and drop the others
-    document_len: int | None  # mean tokens of the documents packed into a sequence
-    # Of samples that differ: "1k:56,64k:1" (tokens:samples), a histogram file, or a JSONL whose samples are counted.
-    lengths: str | Path | Lengths | None
-    batching: str | None  # how samples become sequences: packed, joined, padded, full or unpadded
-    loss: str | None  # over pairs of answers, instead of the next token: dpo or reward
-    reference: str | None  # of dpo: copy, base (the model without its adapters) or none (worked out before)
-    optimizer: str  # adam, adam8bit, adam8bit-bnb, adam4bit, adafactor, lion, sgd or muon
-    # In a sample, of a model with an encoder of images; where samples differ: "1:1,8:1" (images:samples).
-    images: int | str | ImageCounts | None
-    encoder_ranks: str | None  # ranks of its own for the encoder of images: "tp=2,dp=4"; of a search also "auto"
-    image_tokens: int | None  # of the text model, that one image becomes
-    encoder_len: int | None  # tokens of the text, or positions of the sound, that a decoder attends to
-    quantize: str | None  # the frozen weights: int8, nf4, nf4-dq or int4
-
-
-class SearchOptions(ProblemOptions, RunOptions, total=False):
-    """Options of a search other than those of its space: of the problem and of the planned run."""
 
 
 class _Parts(NamedTuple):
@@ -139,22 +97,7 @@ def load_cluster(cluster: str | Path | ClusterSpec | MixedCluster) -> ClusterSpe
     return spec
 
 
-def check_names(options: Mapping[str, Any], table: type, function: str) -> None:
-    """Raise TypeError, as Python does, where `function` was given an option that its `table` does not name."""
-    if unknown := options.keys() - table.__annotations__.keys():
-        raise TypeError(f"{function}() has no option {', '.join(sorted(unknown))}")
-
-
 # -- problems ---------------------------------------------------------------------------------------------------------
-
-
-def divided(options: Mapping[str, Any], function: str) -> tuple[ProblemOptions, RunOptions | None]:
-    """Return the options of the problem, and those of a run to plan for where there are any."""
-    check_names(options, SearchOptions, function)
-    run = {name: options.get(name) for name in RunOptions.__annotations__}
-    is_for_run = any(value not in (None, []) for value in run.values())
-    problem_options = {name: options[name] for name in options if name in ProblemOptions.__annotations__}
-    return cast("ProblemOptions", problem_options), cast("RunOptions", run) if is_for_run else None
 
 
 def make_problem(
@@ -409,7 +352,7 @@ def priced_target(to: str | None, options: ProblemOptions) -> str | None:
     if to is None:
         return None
     find_target(to)
-    options.setdefault("framework", facts_for(to))
+    options.setdefault("framework", facts_of_version(to))
     return usual_target(to)
 
 

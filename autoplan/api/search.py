@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 from autoplan.api.encoder_options import encoder_ranks
+from autoplan.api.options import ProblemOptions, SearchOptions, split_options
 from autoplan.api.plan_files import make_plan_file
 from autoplan.api.plan_result import PlanResult
 from autoplan.api.problem import (
-    ProblemOptions,
-    SearchOptions,
-    divided,
     load_cluster,
     make_problem,
     priced_target,
@@ -106,7 +104,7 @@ def search(
     Raises InputError for unusable arguments, NoPlanError if no plan fits, UnpricedError for a framework without rules.
     """
     quantile = quantile_of(prefer, robust)
-    problem_options, run = divided(options, "search")
+    problem_options, run = split_options(options, "search")
     ranks = problem_options.get("encoder_ranks")
     if ranks and (run or launch_file is not None):
         raise InputError(

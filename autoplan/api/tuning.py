@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Unpack, cast
 
+from autoplan.api.options import ProblemOptions, check_names
 from autoplan.api.plan_files import is_plan_file, load_plan_file, make_plan_file, problem_of
 from autoplan.api.plan_run import FRAMEWORK, warn_of_emulation
-from autoplan.api.problem import ProblemOptions, check_names, make_problem, space_flags, space_of
+from autoplan.api.problem import make_problem, space_flags, space_of
 from autoplan.api.results import Progress
 from autoplan.api.run_keeper import RunKeeper
 from autoplan.base.errors import InputError, NoPlanError

@@ -14,7 +14,7 @@ from autoplan.base.files import check_target, refused_writes
 from autoplan.cli.flags import PROBLEM, RUN
 
 if TYPE_CHECKING:
-    from autoplan.api.problem import ProblemOptions
+    from autoplan.api.options import ProblemOptions
     from autoplan.api.training_run import RunOptions
 
 

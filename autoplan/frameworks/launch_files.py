@@ -11,8 +11,8 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_text
 from autoplan.frameworks import plan_file, registry
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
-from autoplan.frameworks.common.shell import read_script
-from autoplan.frameworks.common.started import MAX_DEPTH, MAX_SCRIPTS, SCRIPTS, started_scripts
+from autoplan.frameworks.common.shell import SUFFIXES, read_script
+from autoplan.frameworks.common.started import MAX_DEPTH, MAX_SCRIPTS, started_scripts
 from autoplan.topology.cluster import ClusterSpec
 
 MAX_BYTES = 2**20  # a launch file is written by hand
@@ -38,8 +38,9 @@ def read_launch(path: Path, context: LaunchContext, target: str | None = None, *
     try:
         return _read(path, text, context, target)
     except InputError as error:
-        scripts = started_scripts(path, text, context) if path.suffix in SCRIPTS and depth < MAX_DEPTH else []
+        scripts = started_scripts(path, text, context) if path.suffix in SUFFIXES and depth < MAX_DEPTH else []
         failures: list[InputError] = []
+        # Each level tries half as many, so that scripts that start one another do not multiply.
         for started in scripts[: max(MAX_SCRIPTS >> depth, 1)]:
             try:
                 launch = read_launch(
@@ -128,7 +129,7 @@ def _named_in(path: Path, text: str) -> Path | None:
 
 def _program_in(path: Path, text: str) -> tuple[str, str | None] | None:
     """Return (the program that a script starts on its devices, the configuration that it is given)."""
-    if path.suffix not in SCRIPTS:
+    if path.suffix not in SUFFIXES:
         return None
     try:
         commands = read_script(text).commands
@@ -148,7 +149,7 @@ def _program_in(path: Path, text: str) -> tuple[str, str | None] | None:
 def _recognised(path: Path, text: str, context: LaunchContext) -> Reader:
     try:
         readers = [reader for reader in READERS if reader.recognises(path.name, text)]
-        if not readers and path.suffix in SCRIPTS:
+        if not readers and path.suffix in SUFFIXES:
             readers = [reader for reader in READERS if reader.starts(text, context)]
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None

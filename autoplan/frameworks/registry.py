@@ -170,7 +170,7 @@ def facts_of(target: str) -> str:
     return next(entry.facts for entry in FRAMEWORKS if entry.target == target)
 
 
-def facts_for(to: str) -> str:
+def facts_of_version(to: str) -> str:
     """Return the id of the facts to plan with for NAME or NAME@VERSION of a target: those of its version, if any."""
     name, _, version = usual_target(to).partition("@")
     return versions_of(facts_of(name)).get(version, facts_of(name))

@@ -31,6 +31,7 @@ _DIRECTIVES = {
     **dict.fromkeys(("--gpus-per-node", "--gres"), _GPUS),
     "--ntasks-per-node": _TASKS,
 }
+SUFFIXES = (".sh", ".slurm", ".sbatch", ".bash")  # of scripts
 FIRST_ROUND = " (the first round is read)"  # behind the name of a loop's variable
 _OF_A_JOB = (*_NODES, *_GPUS, *_TASKS)
 _SUBMISSION = re.compile(r"=\"?\$\(((?:.*[ /;&])?(?:sbatch|qsub) .*)\)\"?$", re.DOTALL)  # of a job whose number is kept

@@ -10,15 +10,14 @@ from pathlib import Path, PurePath
 
 from autoplan.frameworks.common.beside import path_beside
 from autoplan.frameworks.common.launch import LaunchContext, Unread
-from autoplan.frameworks.common.shell import FIRST_ROUND, Command, Script, read_script, slurm_variables
+from autoplan.frameworks.common.shell import FIRST_ROUND, SUFFIXES, Command, Script, read_script, slurm_variables
 from autoplan.frameworks.common.shell_words import is_open
 
-SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 MAX_DEPTH = 5  # scripts that start one another, and commands inside words
-MAX_SCRIPTS = 8  # that a script starts are tried
+MAX_SCRIPTS = 8  # tried of those that a script starts
 _PAIR = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _SUBMITS = ("sbatch", "qsub")
-_PRINTS = ("echo", "printf", "cp", "mv", "cat", "chmod", "rm", "ls", "source", ".")
+_STARTS_NOTHING = ("echo", "printf", "cp", "mv", "cat", "chmod", "rm", "ls", "source", ".")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,8 @@ def _started_in(
             if depth < MAX_DEPTH:
                 nested = read_script(inner, [*seen.items(), *context.variables], context.folder)
                 yield from _started_in(path, nested, context, tuple(seen.items()), depth + 1)
-        for at, word in enumerate(words if words and words[0] not in _PRINTS else ()):
-            if word.endswith(SCRIPTS) and not word.startswith("-"):
+        for at, word in enumerate(words if words and words[0] not in _STARTS_NOTHING else ()):
+            if word.endswith(SUFFIXES) and not word.startswith("-"):
                 beside = path_beside(PurePath(word).as_posix(), context.folder)
                 if beside is None or beside.absolute() == path.absolute():
                     continue
@@ -66,13 +65,13 @@ def _started_in(
                 yield Started(
                     path=beside,
                     variables=tuple((given | dict(context.variables)).items()),
-                    unread=(note, *(_of_a_sweep(item) for item in script.unread())),
+                    unread=(note, *(_noting_loops(item) for item in script.unread())),
                 )
                 break
 
 
-def _of_a_sweep(item: Unread) -> Unread:
-    """Return what was not read, of a loop that starts several runs: they are others than the one that is read."""
+def _noting_loops(item: Unread) -> Unread:
+    """Return a part of a script that was not read; for a loop, that its other rounds start other runs."""
     if not item.option.endswith(FIRST_ROUND):
         return item
     why = "starts several runs, of which the first is read: --set names another"
@@ -100,7 +99,7 @@ def _given_by(command: Command, environment: dict[str, str]) -> dict[str, str]:
         own = [word for at, word in enumerate(words) if not _command_in(words, at)]
         return environment | _pairs(own)
     options = words[submits + 1 :]
-    script_at = next((at for at, word in enumerate(options) if word.endswith(SCRIPTS)), len(options))
+    script_at = next((at for at, word in enumerate(options) if word.endswith(SUFFIXES)), len(options))
     options = options[:script_at]
     is_slurm = PurePath(words[submits]).name == "sbatch"
     lists = [

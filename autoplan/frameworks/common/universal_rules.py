@@ -138,7 +138,7 @@ def _whole_matrices(workload: Workload, batch: PlanBatch) -> Bools:
     return batch.sharding != Sharding.ZERO3.code
 
 
-# Of frameworks that have it, and of today's plan in a launch file.
+# Not among `RULES`: where a framework lacks the option, that is the reason to give.
 KNOWN_SAMPLES = Rule(
     holds=lambda s, b: ~b.dynamic_cp | s.training.separates_samples,
     text=lambda s, p: "dynamic_cp needs the lengths of samples, packed or unpadded: pass --lengths, or leave it out",
@@ -303,7 +303,9 @@ FOLDED = Rule(
         "change ep or leave rank_order out"
     ),
 )
-RULES_ALONE: tuple[Rule, ...] = (*RULES, KNOWN_SAMPLES, FOLDED, NO_FP32)
+# Of all plans that can be priced, by whatever framework.
+PRICED_RULES: tuple[Rule, ...] = (*RULES, KNOWN_SAMPLES)
+RULES_ALONE: tuple[Rule, ...] = (*PRICED_RULES, FOLDED, NO_FP32)
 BOOK = Rulebook(rules=RULES_ALONE, repeats_some_layers=True)
 
 

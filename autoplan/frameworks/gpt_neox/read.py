@@ -14,7 +14,7 @@ from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Argument, Options, parse_yaml, show
-from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell import SUFFIXES, read_script
 from autoplan.frameworks.deepspeed.read import COSTLESS_PRECISION, read_states, remark_unpriced
 from autoplan.frameworks.gpt_neox.options import (
     ACCUMULATION,
@@ -47,7 +47,6 @@ from autoplan.spec.training import TrainingSpec
 FRAMEWORK = "megatron-deepspeed"  # whose engine and layers it shares
 _KEY = re.compile(r"""^[\s{,]*["']?pipe[-_]parallel[-_]size["']?\s*:""", re.MULTILINE)
 _COMMAND = re.compile(r"\bdeepy\.py\s+\S")
-_SCRIPTS = (".sh", ".slurm", ".sbatch", ".bash")
 _TRAIN = ("train.py", "pretrain_gpt2.py")
 _FOLDER_OPTIONS = ("-d", "--conf_dir")
 _OTHER_OPTIONS = ("-H", "--hostfile", "--wandb_group", "--wandb_run_name", "--wandb_team", "--autotuning")
@@ -58,7 +57,7 @@ MAX_FILES = 20
 
 def recognises(name: str, text: str) -> bool:
     """Return whether a file has a key of GPT-NeoX's own, or is a script that starts deepy.py."""
-    if name.endswith(_SCRIPTS):
+    if name.endswith(SUFFIXES):
         return _COMMAND.search(text) is not None
     return name.endswith((".yml", ".yaml", ".json")) and _KEY.search(text) is not None
 

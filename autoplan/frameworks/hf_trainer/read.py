@@ -12,7 +12,7 @@ from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import HELD_KEYS, holds_bf16, is_on, plain_values, read_loss
 from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program
-from autoplan.frameworks.hf_trainer.script import OTHER_LOSSES, SCRIPTS, has_batch, of_script, starts_program
+from autoplan.frameworks.hf_trainer.script import NO_SCRIPTS, OTHER_LOSSES, has_batch, of_script, starts_program
 from autoplan.readers.finetuning import OF_TRL, of_trl
 from autoplan.readers.preference import OF_PREFERENCES, of_trl_program
 from autoplan.spec.enums import Precision
@@ -50,7 +50,7 @@ def recognises(name: str, text: str) -> bool:
     if name.endswith(".json"):
         is_other = re.search(r'"(finetuning_type|cutoff_len)"\s*:', text) is not None
         return text.lstrip()[:1] == "{" and _holds_batch(text) and not is_other
-    return not name.endswith(SCRIPTS) and has_batch(text) and not _OTHER_STARTERS.search(text)
+    return not name.endswith(NO_SCRIPTS) and has_batch(text) and not _OTHER_STARTERS.search(text)
 
 
 def _holds_batch(text: str) -> bool:

@@ -17,7 +17,7 @@ from autoplan.frameworks.hf_trainer.options import SPMD
 from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program, trains
 from autoplan.frameworks.megatron_lm.read import Entry, given_arguments, num_devices, started
 
-SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # not shell scripts
+NO_SCRIPTS = (".py", ".json", ".yaml", ".yml", ".toml", ".md", ".ipynb")  # suffixes; a shell script may have any other
 BATCH = "--per_device_train_batch_size"
 # Commands of TRL that train (trl/cli/commands), and the modules that they run.
 _COMMANDS = ("sft", "dpo", "reward", "grpo", "kto", "rloo")

@@ -12,7 +12,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of
 from autoplan.frameworks.hf_trainer.options import is_on, plain_values
-from autoplan.frameworks.hf_trainer.script import SCRIPTS, has_batch, of_script
+from autoplan.frameworks.hf_trainer.script import NO_SCRIPTS, has_batch, of_script
 from autoplan.frameworks.llama_factory.options import COSTLESS, FREEZES, LENGTH, NO_RECOMPUTE, PURE
 from autoplan.readers.finetuning import OF_LLAMA_FACTORY, of_llama_factory
 from autoplan.readers.preference import OF_PREFERENCES, of_stage
@@ -39,7 +39,7 @@ def recognises(name: str, text: str) -> bool:
         )
     if name.endswith(".json"):
         return _JSON.search(text) is not None and '"per_device_train_batch_size"' in text
-    if name.endswith(SCRIPTS) or re.search(r"\baccelerate\s+launch\b", text):
+    if name.endswith(NO_SCRIPTS) or re.search(r"\baccelerate\s+launch\b", text):
         return False
     return _SCRIPT.search(text) is not None and (has_batch(text) or _STARTS_FILE.search(text) is not None)
 

@@ -47,7 +47,12 @@ _COMMON = {
 _PROVIDERS = {"apply_rope_fusion": False}
 _RECIPES = {"hidden_dropout": 0.0, "attention_dropout": 0.0, "apply_rope_fusion": True}
 # Settings of its benchmarks (perf_recipes/_common.py, `_benchmark_common`), and of models with latent attention.
-_BENCHMARKS = {"cross_entropy_fusion_impl": "te", "grad_reduce_in_bf16": True, "moe_router_fusion": True}
+_BENCHMARKS = {
+    "cross_entropy_fusion_impl": "te",
+    "grad_reduce_in_bf16": True,
+    "moe_router_fusion": True,
+    "apply_rope_fusion": True,
+}
 _LATENT = {"cross_entropy_fusion_impl": "te", "apply_rope_fusion": False}  # models/deepseek, models/kimi
 _SHORT = {
     "tp": "model.tensor_model_parallel_size",
@@ -327,7 +332,7 @@ def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Lau
     if base is not None and base.mla is not None:
         defaults |= _LATENT
     if recipe.is_benchmark:
-        defaults |= _BENCHMARKS | {"apply_rope_fusion": True}
+        defaults |= _BENCHMARKS
     arguments = Options(written, defaults, way_out="pass --model")
     if arguments.count("expert_model_parallel_size", 1) > 1:
         arguments.defaults["expert_tensor_parallel_size"] = 1
