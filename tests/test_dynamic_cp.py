@@ -15,7 +15,7 @@ from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.collectives.traffic import step_traffic
 from autoplan.cost.dynamic_cp import degree_classes, degrees_of, least_degree
-from autoplan.cost.dynamic_schedule import Sample, drawn_rounds, idle_share, rounds_of
+from autoplan.cost.dynamic_schedule import NUM_DRAWS, Rounds, Sample, drawn_rounds, idle_share, rounds_of
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
@@ -119,14 +119,15 @@ def test_every_sample_is_computed_once_by_at_least_its_ranks(data: st.DataObject
         assert all(sample.degree <= group.size for group in groups for sample in group.samples)
 
 
-def test_nobody_waits_for_equal_samples_and_most_wait_for_a_long_one() -> None:
+def test_ranks_wait_for_longer_samples_and_not_for_equal_ones() -> None:
     parts_s = np.array([[0.0], [1.0], [0.0]])  # proportional to tokens
     equal = drawn_rounds(Lengths(histogram=((64 * K, 1),)), 64 * K, 32, 64, 8, 1)
     assert idle_share(equal, parts_s).tolist() == [0.0]
-    # 32 samples of 1k on 32 ranks end long before the one of 64k on the other 32.
-    alone = rounds_of([Sample(64 * K, 32), *[Sample(K, 1)] * 32], 64)
-    ends = [max(sum(sample.tokens for sample in group.samples) / group.size for group in groups) for groups in alone]
-    assert ends == [2 * K]
+    # 32 samples of 1k on 32 ranks end after half the time of the sample of 64k on the other 32: the mean rank has 1.5k.
+    [groups] = rounds_of([Sample(64 * K, 32), *[Sample(K, 1)] * 32], 64)
+    work = np.array([group.work for group in groups] * NUM_DRAWS)
+    uneven = Rounds(work, np.arange(NUM_DRAWS) * len(groups), np.array([1.0, 1.5 * K, 1.0]))
+    assert idle_share(uneven, parts_s).tolist() == pytest.approx([2 / 1.5 - 1])
 
 
 # -- prices -----------------------------------------------------------------------------------------------------------
@@ -196,8 +197,8 @@ def test_equal_lengths_are_no_slower_but_for_whole_passes(data: st.DataObject) -
 
 def test_lower_bounds_are_below_prices() -> None:
     problem = problem_of("1k:50,4k:20,20k:4,64k:1")
-    for cp, micro in ((8, 1), (16, 1), (64, 1)):
-        batch = problem.batch([plan_of(cp=cp, dp_shard=64 // cp, micro_batch=micro, global_batch=128)])
+    for cp in (8, 16, 64):
+        batch = problem.batch([plan_of(cp=cp, dp_shard=64 // cp, global_batch=128)])
         costs = kind_costs(problem, batch)
         assert costs.times.waiting_s[0] == 0.0
         assert costs.times.num_microbatches[0] * costs.times.model_s[0] <= estimate(problem, batch).step_s[0]
@@ -225,7 +226,7 @@ def test_short_samples_send_nothing_around_the_ring() -> None:
         ({"cuda_graphs": "layer", "recompute": "none"}, "no CUDA graphs"),
     ],
 )
-def test_what_does_not_go_together_is_refused(axes: dict[str, Any], why: str) -> None:
+def test_plans_that_megatron_does_not_run_with_it_are_refused(axes: dict[str, Any], why: str) -> None:
     problem = problem_of(ONE_LONG)
     plan = plan_of(**{"cp": 8, "dp_shard": 8} | axes)
     assert any(why in line for line in broken(book_of(problem.framework).rules, problem.workload, plan))
@@ -244,7 +245,7 @@ def test_plans_without_lengths_are_refused_in_one_line(options: dict[str, Any]) 
 PLACE: dict[str, Any] = {"cluster": "h100-sxm:8x8", "seq_len": 64 * K, "global_batch": 64, "lengths": ONE_LONG}
 
 
-def test_megatron_is_told_how_many_tokens_a_rank_takes(tmp_path: Path) -> None:
+def test_exports_for_megatron_state_the_tokens_of_a_rank(tmp_path: Path) -> None:
     file = autoplan.estimate("llama3-8b", **PLACE, plan={"cp": 8, "dynamic_cp": True}).file
     script = exported(file, "megatron-lm", "torchrun")[0].text
     words = ("--hybrid-context-parallel", "--max-seqlen-per-dp-cp-rank 8192", "--calculate-per-token-loss", "--sft")

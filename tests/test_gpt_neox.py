@@ -72,7 +72,7 @@ def test_files_that_deepy_joins_are_read_as_one(tmp_path: Path) -> None:
     assert not noted(launch)
 
 
-def test_a_file_that_is_missing_or_repeats_a_key_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_or_a_repeated_key_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "20B.yml").write_text(MODEL)
     script = tmp_path / "train.sh"
     script.write_text("deepy.py train.py 20B.yml run.yml\n")

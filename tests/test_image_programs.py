@@ -53,7 +53,7 @@ def test_training_with_images_is_read_back_with_the_price_of_the_plan(target: st
     assert launch.training.batching == "padded"
 
 
-def test_llama_factory_freezes_what_stands_before_the_text_model_unless_told_not_to() -> None:
+def test_llama_factory_freezes_what_stands_before_the_text_model_by_default() -> None:
     frozen = priced(finetune="full:freeze=encoder")
     assert "freeze_vision_tower: true" in written(frozen, "llama-factory")
     assert read_back(frozen, "llama-factory").training.finetuning == FineTuning(frozen=("encoder",))

@@ -271,8 +271,12 @@ def test_an_accumulator_stands_beside_16_bit_gradients_or_in_their_place(
     assert stage.memory_terms_bytes["gradients"] == pytest.approx(per_parameter * TOTAL)
 
 
-@pytest.mark.parametrize(("copies", "held", "stepped"), [("none", 0.0, 0.0), ("kept", 4.0, 0.0), ("freed", 0.0, 4.0)])
-def test_unscaled_gradients_of_fp16_are_held_or_come_with_the_step(copies: str, held: float, stepped: float) -> None:
+@pytest.mark.parametrize(
+    ("copies", "kept_bytes", "freed_bytes"), [("none", 0.0, 0.0), ("kept", 4.0, 0.0), ("freed", 0.0, 4.0)]
+)
+def test_unscaled_gradients_of_fp16_are_kept_or_come_with_the_step(
+    copies: str, kept_bytes: float, freed_bytes: float
+) -> None:
     def terms_of(framework: Framework, precision: str) -> tuple[float, float]:
         problem = problem_of(framework=framework)
         batch = PlanBatch.of([ParallelPlan(global_batch=64, precision=precision)], 2)  # type: ignore[arg-type]
@@ -281,7 +285,7 @@ def test_unscaled_gradients_of_fp16_are_held_or_come_with_the_step(copies: str, 
         return memory.terms["optimizer"][0, 0], memory.update_bytes[0, 0]
 
     plain, (optimizer, update) = terms_of(BARE, "fp16"), terms_of(BARE.changed(fp16_unscaled_grads=copies), "fp16")
-    assert (optimizer - plain[0], update - plain[1]) == pytest.approx((held * TOTAL, stepped * TOTAL))
+    assert (optimizer - plain[0], update - plain[1]) == pytest.approx((kept_bytes * TOTAL, freed_bytes * TOTAL))
     assert terms_of(BARE.changed(fp16_unscaled_grads=copies), "bf16") == terms_of(BARE, "bf16")
 
 

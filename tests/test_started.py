@@ -100,7 +100,7 @@ def test_the_answer_says_which_file_was_read_and_with_what(tmp_path: Path) -> No
     assert loop.why == "starts several runs, of which the first is read: --set names another"
 
 
-def test_a_script_that_starts_itself_or_nothing_is_told_as_before(tmp_path: Path) -> None:
+def test_a_script_that_starts_itself_or_nothing_is_an_error_of_its_own(tmp_path: Path) -> None:
     for text in ("sbatch submit.sh\n", "echo train.sh\n", "sbatch other.sh\n"):
         with pytest.raises(InputError, match=r"submit\.sh: "):
             launched(tmp_path, text)

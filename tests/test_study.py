@@ -118,10 +118,10 @@ def test_a_shorter_sequence_that_fits_is_named() -> None:
 
     with pytest.raises(NoPlanError) as caught:
         check_result(*cut(2**18), search(*cut(2**18)))
-    told = re.search(r"it fits on this size with --seq-len (\d+)", str(caught.value))
-    assert told, caught.value
-    assert search(*cut(int(told[1]))).ranked
-    assert not search(*cut(2 * int(told[1]))).ranked
+    named = re.search(r"it fits on this size with --seq-len (\d+)", str(caught.value))
+    assert named, caught.value
+    assert search(*cut(int(named[1]))).ranked
+    assert not search(*cut(2 * int(named[1]))).ranked
 
 
 def test_a_single_device_may_keep_its_optimizer_on_the_host() -> None:
