@@ -1,4 +1,4 @@
-"""Operations of encoding one image that torch counts in transformers' models, and those that are said to take place.
+"""Operations of encoding one image that torch counts in transformers' models, and those that autoplan predicts.
 
 Layers are few, and large tensors are not written: products are counted without being computed.
 """
@@ -53,7 +53,7 @@ def image_excess(kind: str, build: Callable[[Any], Any]) -> float | None:
     for image, patches, tiles in _images(config, spec, inspect.signature(encode).parameters):
         with contextlib.suppress(Exception), _Unwritten(), FlopCounterMode(display=False) as counter:
             encode(**image)
-            return tiles * _said(spec, patches) / int(counter.get_total_flops()) - 1
+            return tiles * _predicted(spec, patches) / int(counter.get_total_flops()) - 1
     return None
 
 
@@ -200,8 +200,8 @@ def _pixels(config: Any, vision: Any, takes: Any) -> Iterator[tuple[dict[str, An
     if "qformer_input_ids" in takes:
         further["qformer_input_ids"] = torch.zeros(1, 1, dtype=torch.long)
     if "aspect_ratio_ids" in takes:
-        one, tiles = torch.ones(1, 1, dtype=torch.long), vision.max_num_tiles
-        places = {"aspect_ratio_ids": one, "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long)}
+        ratios, tiles = torch.ones(1, 1, dtype=torch.long), vision.max_num_tiles
+        places = {"aspect_ratio_ids": ratios, "aspect_ratio_mask": torch.ones(1, 1, tiles, dtype=torch.long)}
         yield {"pixel_values": torch.ones(1, 1, tiles, 3, size, size), **places}, 0, 1
     if "high_res_pixel_values" in takes:
         fine = config.high_res_vision_config.image_size
@@ -218,13 +218,13 @@ def _pixels(config: Any, vision: Any, takes: Any) -> Iterator[tuple[dict[str, An
         yield whole, 0, tiles
 
 
-def _said(spec: ModelSpec, patches: int) -> float:
-    """Operations of a forward pass of the encoder over one image, of so many patches."""
+def _predicted(spec: ModelSpec, patches: int) -> float:
+    """Operations of a forward pass of the encoder over one image of `patches` patches; 0: as many as in the config."""
     encoder = spec.encoder
     assert encoder is not None
     if patches:
         tokens = max(patches * encoder.image_tokens // encoder.patches, 1)
         encoder = replace(encoder, patches=patches, image_tokens=tokens)
-    seq_len, both = 4096, [replace(spec, encoder=replace(encoder, images=images)) for images in (1.0, 2.0)]
-    first, second = (model_flops_per_token(model, seq_len) for model in both)
-    return seq_len * (second - first) / 3
+    seq_len, models = 4096, [replace(spec, encoder=replace(encoder, images=images)) for images in (1.0, 2.0)]
+    with_one, with_two = (model_flops_per_token(model, seq_len) for model in models)
+    return seq_len * (with_two - with_one) / 3  # a step is three forward passes

@@ -1,4 +1,4 @@
-"""Which values of a table a dataclass refuses, where they stand in the file, and how a message names that place."""
+"""Values of a table that a dataclass refuses, with their places in the file as messages name them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _LETTERS = ("", "k", "M", "G", "T", "P")
 
 
 def _prefixed(unit: str, base: float = 1e3, worth: float = 1.0) -> dict[str, float]:
-    """Return what a unit with each prefix is worth, in lower case."""
+    """Return the value of a unit with each prefix, by its name in lower case."""
     return {f"{letter}{unit}".lower(): worth * base**power for power, letter in enumerate(_LETTERS)}
 
 
@@ -21,7 +21,8 @@ def _prefixed(unit: str, base: float = 1e3, worth: float = 1.0) -> dict[str, flo
 _MEMORY = _prefixed("B", 1024) | _prefixed("iB", 1024) | {name: _prefixed("", 1024)[name] for name in "kmgtp"}
 _DATA = _prefixed("B") | {f"{name[0]}ib": worth for name, worth in _prefixed("B", 1024).items() if name != "b"}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-# Units by the suffix of a field, with an example.  A rate in bits is told by its small b, before the case is dropped.
+# Units by the suffix of a field, with an example.  Rates in bits have a small b, so that they are recognised before the
+# case is dropped.
 _UNITS: tuple[tuple[str, str, dict[str, float]], ...] = (
     ("_bytes_per_s", "900GB/s or 400Gb/s", _prefixed("B/s") | _prefixed("bit/s", worth=1 / 8)),
     ("_flops_per_s", "989TFLOPS", _prefixed("FLOPS") | _prefixed("FLOP/s")),

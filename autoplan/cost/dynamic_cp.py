@@ -3,7 +3,7 @@
 A plan with cp ranks for its longest sample gives every sample the smallest power of two of ranks at which no rank has
 more than seq_len / cp tokens, and every sample is a micro-batch of its own (Megatron-Core d98e8a6,
 core/pipeline_parallel/hybrid_cp_schedule.py).  It is priced as a mixture of static plans, one for each degree, with the
-samples of that degree.  Who waits for whom is in `dynamic_schedule`.
+samples of that degree.  `dynamic_schedule` says how long ranks wait for one another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class DegreeClass(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Static plans that stand for plans of a batch with some of the samples."""
+    """Static plans in the place of plans of a batch, for the samples of one degree."""
 
     rows: Ints
     weight: float  # micro-batches of these samples, relative to those of the static plan
@@ -136,11 +136,12 @@ def _joined(priced: Sequence[tuple[Ints, float, Any]], size: int) -> Any:
             total[rows] = total[rows] | values if first.dtype == np.bool_ else total[rows] + weight * values
         return total
     if isinstance(first, dict):
-        return {key: _joined([(rows, weight, of[key]) for rows, weight, of in priced], size) for key in first}
+        return {key: _joined([(rows, weight, values[key]) for rows, weight, values in priced], size) for key in first}
     if not isinstance(first, Rows):
         return first
     names = [field.name for field in fields(first)]  # type: ignore[arg-type]
     columns = {
-        name: _joined([(rows, weight, getattr(of, name)) for rows, weight, of in priced], size) for name in names
+        name: _joined([(rows, weight, getattr(values, name)) for rows, weight, values in priced], size)
+        for name in names
     }
     return type(first)(**columns)

@@ -1,4 +1,4 @@
-"""Who computes which sample under dynamic context parallelism, and how long ranks wait for one another.
+"""Schedule of samples under dynamic context parallelism, and the time that ranks wait for one another.
 
 The scheduler of Megatron-Core (d98e8a6, core/pipeline_parallel/hybrid_cp_schedule.py, BalancedCPScheduler) takes the
 samples of a step, longest first, and gives each to free ranks or to the least loaded group of its degree.  Loads are

@@ -82,7 +82,7 @@ class RecomputeModule(CodedEnum):
 
 
 class ContextParallelKind(CodedEnum):
-    """How context-parallel ranks exchange what attention needs from the other parts of a sequence.
+    """Ways in which context-parallel ranks exchange what attention needs from the other parts of a sequence.
 
     a2a+p2p:N: all-to-all among N neighbouring ranks, over heads, and a ring over the groups of N (Transformer Engine's
     hierarchical context parallelism).
