@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autoplan.frameworks.presets import load_framework
-from autoplan.runs.recipes import nearest_recipe, recipe_called, recipes
+from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called, recipes
 
 
 def test_every_recipe_names_facts_that_are_shipped() -> None:
@@ -159,3 +159,9 @@ def test_what_a_published_sweep_did_is_no_trait_of_the_software() -> None:
     assert sweep.builds(bare, 32, 8) == (bare, polling)  # no column tells them apart
     assert sweep.builds(bare, 64, 8) == sweep.builds(bare, 16, 32) == (polling, None)
     assert release.builds(release_build, 64, 32) == (release_build, None)
+
+
+def test_a_build_is_in_doubt_on_all_nodes_unless_its_recipe_says_otherwise() -> None:
+    usual = load_framework("nanotron")
+    recipe = Recipe(names=("mine",), framework="nanotron", doubted={"message_poll_s": 0.46})
+    assert recipe.builds(usual, 1, 1) == recipe.builds(usual, 64, 32) == (usual, usual.changed(message_poll_s=0.46))

@@ -14,6 +14,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.spec.enums import AttentionKernel, CudaGraphs, Dispatcher, Precision, RecomputeModule, Sharding
 from autoplan.spec.framework import Framework
 
+NEVER = 10**9  # nodes, or ranks of a tensor group
 FIRST_FLASH_YEAR = 2023  # earlier published runs with 3D parallelism had kernels like Megatron-LM's
 
 
@@ -33,12 +34,12 @@ class Recipe:
         default_factory=dict
     )  # behaviour of their build that no release has
     usual: tuple[str, ...] = ()  # options (AXIS=VALUE) of their plans unless stated in a row
-    # Behaviour of another build that about half of the runs had from this many nodes on, so that their interval covers
-    # both, as no column tells them apart; and all runs on more nodes, or with larger tensor groups.
+    # Behaviour of another build.  From `doubted_from_nodes` on about half of the runs had it, no column tells which,
+    # and their interval covers both; all runs had it from `undoubted_from_nodes`, or `undoubted_from_tp`, on.
     doubted: Mapping[str, int | float] = field(default_factory=dict)
     doubted_from_nodes: int = 1
-    undoubted_from_nodes: int = 1
-    undoubted_from_tp: int = 1
+    undoubted_from_nodes: int = NEVER
+    undoubted_from_tp: int = NEVER
     is_similar: bool = False  # they were made with another framework, which works like this one and was not measured
     had_other_rules: bool = False  # they were made with a version that allowed plans that the current one refuses
     attention: AttentionKernel = AttentionKernel.FLASH
