@@ -288,7 +288,7 @@ def without_source(cases: Sequence[Case], asked: Sequence[Case] | None = None) -
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted:
-    """General variances of runs that are slower than predicted, and what of their spreads counts for faster ones."""
+    """General variances of runs that are slower than predicted, and the factor on their spreads for faster ones."""
 
     squares: Floats
     below: float  # of all parts but that of any step
@@ -387,20 +387,20 @@ def fitted_spreads(unseen: Unseen) -> Fitted:
     plain = unseen.plain
     if len(plain.sources):
         squares *= _factor(np.abs(plain.first_error), plain.own.above, plain.parts @ squares, plain.weights, 2 * TAIL)
-    every, others = squares[0], np.append(0.0, squares[1:])  # what every step has is as wide on both sides
+    any_step, others = squares[0], np.append(0.0, squares[1:])  # what any step has is as wide on both sides
     above, below = (
         _factor(
-            sign * unseen.first_error, own + every * unseen.parts[:, 0], unseen.parts @ others, unseen.weights, TAIL
+            sign * unseen.first_error, own + any_step * unseen.parts[:, 0], unseen.parts @ others, unseen.weights, TAIL
         )
         for sign, own in ((1.0, unseen.own.above), (-1.0, unseen.own.below))
     )
-    return Fitted(squares=np.append(every, squares[1:] * above), below=math.sqrt(below / above))
+    return Fitted(squares=np.append(any_step, squares[1:] * above), below=math.sqrt(below / above))
 
 
 def _factor(error: Floats, fixed: Floats, variance: Floats, weights: Floats, share: float) -> float:
-    """The least factor on the variance, beside a fixed one, with which no more than this share of errors lie beyond.
+    """Return the least factor on `variance`, beside a `fixed` one, with which at most this share of errors is beyond.
 
-    Beyond the upper end of the interval, in the mean of sources.
+    That is above the upper end of the interval; shares are means of sources.
     """
 
     def excess(log_factor: float) -> float:

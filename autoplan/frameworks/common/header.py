@@ -7,7 +7,6 @@ from autoplan.spec.enums import AttentionKernel
 from autoplan.spec.lengths import Batching
 from autoplan.spec.plan_file import PlanFile
 
-USUAL_ATTENTION = "flash"
 # How samples become sequences, with what programs call it.
 BATCHING_TEXTS: dict[Batching, str] = {
     "packed": "packed, each with attention of its own (packing of TRL, sample_packing of axolotl, neat_packing of "

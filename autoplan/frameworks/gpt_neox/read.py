@@ -255,7 +255,7 @@ def _vocabulary(options: Options) -> int:
 
 
 def _attention(options: Options, has_model: bool) -> AttentionKernel:
-    """Return the kernel of attention: an own one that keeps the scores, unless flash is named."""
+    """Return the kernel of attention: GPT-NeoX's own, which keeps the scores, unless flash is named."""
     config = options.value("attention_config")
     words = re.findall(r"[a-z_]+", str(config)[:20_000].casefold()) if config is not None else ["global"]
     kinds, is_fused = set(words) - {"none"}, options.flag("scaled_upper_triang_masked_softmax_fusion")
@@ -344,7 +344,7 @@ def _states(options: Options, replicas: int, precision: Precision, pipe: int) ->
 
 
 def _uneven_stages(options: Options, model: ModelSpec, pp: int) -> tuple[int, ...] | None:
-    """Return the layers of stages that are not alike: DeepSpeed keeps the largest as small as it can."""
+    """Return the layers of all stages if these differ: DeepSpeed keeps the largest as small as it can."""
     method = options.text("pipe_partition_method", "type:transformer|mlp") or ""
     if not method.startswith("type:") and pp > 1:
         options.remark("pipe_partition_method", "stages are priced with equal numbers of layers")
