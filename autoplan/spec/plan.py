@@ -283,6 +283,10 @@ class PlanBatch(Rows):
         """Return which plans recompute this part of a layer by name."""
         return (self.recompute_modules >> RecomputeModule(module).code) & 1 == 1
 
+    def offloads(self, part: str) -> Bools:
+        """Return which plans offload the inputs of this part of a layer by name."""
+        return np.array([part in word.parts for word in OffloadModules])[self.offload_modules]
+
     @classmethod
     def of(cls, plans: Sequence[ParallelPlan], num_layers: int) -> PlanBatch:
         """The batch of `plans` for a model of `num_layers`; unpriced values are refused."""

@@ -27,7 +27,7 @@ from autoplan.cost.kernels.sizes import (
 )
 from autoplan.cost.memory.state_types import WIDE_BYTES
 from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
-from autoplan.spec.enums import AttentionKernel, OffloadLayers, OffloadModules, RecomputeModule
+from autoplan.spec.enums import AttentionKernel, OffloadLayers, RecomputeModule
 from autoplan.spec.plan import SELECTIVE, PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -351,19 +351,16 @@ def offloaded(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
     share = np.array([word.share for word in OffloadLayers])[batch.offload_layers]
     copied = freed = share * kept_bytes(problem, batch, parts)
 
-    def names(part: str) -> Bools:
-        return np.array([part in word.parts for word in OffloadModules])[batch.offload_modules]
-
     if block in ATTENTION_BLOCKS:
         model = problem.model
         width = rank_tokens(problem, batch) * model.num_heads / batch.tp * model.attention_streams
         output = problem.training.element_bytes * width * model.v_head_dim
         inputs = parts.get(RecomputeModule.MLA_UP_PROJ, none) if model.mla else _qkv_bytes(problem, batch)
-        copied = copied + names("core_attn") * (inputs + output)
-        freed = freed + names("core_attn") * inputs + names("attn_proj") * output
+        copied = copied + batch.offloads("core_attn") * (inputs + output)
+        freed = freed + batch.offloads("core_attn") * inputs + batch.offloads("attn_proj") * output
     elif block is Block.MOE:
         inputs, gates = _routed_bytes(problem, batch, shape)
-        experts = names("expert_fc1") * inputs + names("moe_act") * gates
+        experts = batch.offloads("expert_fc1") * inputs + batch.offloads("moe_act") * gates
         copied, freed = copied + experts, freed + experts
     return Offloaded(copied, freed)
 

@@ -108,12 +108,13 @@ def is_unmixed(plan: ParallelPlan) -> bool:
     return plan.wide_adapters or (plan.main_weights == MainWeights.BF16 and is_sharded(plan))
 
 
-def _is_sharded(batch: PlanBatch) -> Bools:
+def are_sharded(batch: PlanBatch) -> Bools:
+    """Return which plans shard states; FSDP casts sharded weights to fp32 (accelerate/utils/fsdp_utils.py:805)."""
     return (batch.sharding != Sharding.NONE.code) & (batch.dp_shard * batch.cp > 1)
 
 
 def _is_unmixed(batch: PlanBatch) -> Bools:
-    return batch.wide_adapters | ((batch.main_weights == MainWeights.BF16.code) & _is_sharded(batch))
+    return batch.wide_adapters | ((batch.main_weights == MainWeights.BF16.code) & are_sharded(batch))
 
 
 LIMITS = (
@@ -125,7 +126,7 @@ LIMITS = (
         text=lambda s, p: f"reduce_dtype {p.reduce_dtype}: its mixed precision reduces in 16 bits, leave it out",
     ),
     Rule(
-        holds=lambda s, b: (b.offload == Offload.NONE.code) | _is_sharded(b),
+        holds=lambda s, b: (b.offload == Offload.NONE.code) | are_sharded(b),
         text=lambda s, p: f"offload {p.offload!r} without ranks to shard over: it needs FSDP, leave it out",
     ),
     only("recompute", Recompute.NONE, Recompute.FULL, why="use full or none"),
@@ -135,11 +136,11 @@ LIMITS = (
     ),
     only("precision", Precision.BF16, Precision.FP16, Precision.FP8, Precision.FP32, why="use bf16 or fp8"),
     Rule(
-        holds=lambda s, b: (b.tp * b.cp == 1) | _is_sharded(b),
+        holds=lambda s, b: (b.tp * b.cp == 1) | are_sharded(b),
         text=lambda s, p: "tp or cp of states that are not sharded: use zero3 with dp_shard > 1",
     ),
     Rule(
-        holds=lambda s, b: (b.sharding == Sharding.NONE.code) | _is_sharded(b),
+        holds=lambda s, b: (b.sharding == Sharding.NONE.code) | are_sharded(b),
         text=lambda s, p: f"{p.sharding} over one rank: use none, or a larger dp_shard",
     ),
     Rule(

@@ -37,7 +37,7 @@ from autoplan.frameworks.common.shell import read_script
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.deepspeed import read as deepspeed
 from autoplan.frameworks.fsdp2.options import read_offload
-from autoplan.frameworks.hf_trainer.launch import Program, held_types, known_model, training_of
+from autoplan.frameworks.hf_trainer.launch import Program, held_types, known_model, training_of, unsharded
 from autoplan.frameworks.hf_trainer.options import ACCUMULATION, HARMLESS, HELD_KEYS, read_optimizer
 from autoplan.frameworks.hf_trainer.read import name_in, program_called
 from autoplan.frameworks.hf_trainer.script import has_batch, is_program, of_script, program_options, started_options
@@ -118,7 +118,7 @@ def _with_torch(
         options.pass_over("fsdp_config")
     num_devices = context.num_devices
     mesh = _mesh(options.inside("parallelism_config"), num_devices, kind)
-    states = _states(options.inside("fsdp_config"), mesh) if kind == "FSDP" else _unsharded(mesh)
+    states = _states(options.inside("fsdp_config"), mesh) if kind == "FSDP" else unsharded(mesh)
     if _CHECKPOINTING in program:
         if program[_CHECKPOINTING].casefold() in ("true", "", "1"):  # of the Trainer
             states = states | {"recompute": Recompute.FULL}
@@ -405,10 +405,6 @@ def _mesh(table: Options, num_devices: int, kind: str) -> Fields:
     return mesh
 
 
-def _unsharded(mesh: Fields) -> Fields:
-    return {"dp_replicate": 1, "dp_shard": mesh["dp_replicate"] * mesh["dp_shard"], "sharding": Sharding.NONE}
-
-
 def _states(table: Options, mesh: Fields) -> Fields:
     """Return what FSDP shards and recomputes; FSDP1 is read as FSDP2."""
     table.pass_over(*FSDP_COSTLESS)
@@ -421,7 +417,7 @@ def _states(table: Options, mesh: Fields) -> Fields:
         table.pass_over("fsdp_backward_prefetch", "fsdp_forward_prefetch", RESHARD.key, "fsdp_min_num_params")
     offload = read_offload(table, (OFFLOAD.key,), {"sharding": sharding})
     shards = sharding != Sharding.NONE and mesh["dp_shard"] * mesh["cp"] > 1
-    return ({"sharding": sharding, "offload": offload} if shards else _unsharded(mesh)) | RECOMPUTE.read(table)
+    return ({"sharding": sharding, "offload": offload} if shards else unsharded(mesh)) | RECOMPUTE.read(table)
 
 
 READER = Reader(target="accelerate", recognises=recognises, read=read, name_in=name_in)

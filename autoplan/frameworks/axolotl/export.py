@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from autoplan.base.arrays import Bools
 from autoplan.frameworks.accelerate import options as accelerate
-from autoplan.frameworks.accelerate.export import is_quantized, is_sharded, is_unmixed
+from autoplan.frameworks.accelerate.export import are_sharded, is_quantized, is_sharded, is_unmixed
 from autoplan.frameworks.axolotl.options import (
     BATCHINGS,
     KEEPS,
@@ -36,7 +35,6 @@ from autoplan.spec.enums import AttentionKernel, MainWeights, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning, text_pattern
 from autoplan.spec.lengths import Batching
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.preference import Preference
 from autoplan.spec.training import TrainingSpec
@@ -134,11 +132,6 @@ def _sharding(plan_file: PlanFile) -> dict[str, Any]:
 # -- what the target does not support ---------------------------------------------------------------------------------
 
 
-def _makes_fp32(batch: PlanBatch) -> Bools:
-    """Return which plans train in fp32 because FSDP casts sharded weights (accelerate/utils/fsdp_utils.py:805)."""
-    return (batch.sharding != Sharding.NONE.code) & (batch.dp_shard * batch.cp > 1)
-
-
 def _is_dpo(training: TrainingSpec) -> bool:
     return training.preference is not None and training.preference.loss == "dpo"
 
@@ -154,7 +147,7 @@ LIMITS = (
     IN_16_BITS,
     Rule(
         source="utils/config/__init__.py:192",
-        holds=lambda s, b: (b.main_weights == MainWeights.BF16.code) | s.training.has_adapters | _makes_fp32(b),
+        holds=lambda s, b: (b.main_weights == MainWeights.BF16.code) | s.training.has_adapters | are_sharded(b),
         text=lambda s, p: (
             f"main_weights {p.main_weights} with sharding {p.sharding} over dp_shard {p.dp_shard}: it holds in 16 bits "
             "what FSDP does not shard, plan with main_weights bf16"

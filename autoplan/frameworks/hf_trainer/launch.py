@@ -294,11 +294,12 @@ def _states(options: Options, mesh: Fields, context: LaunchContext, *, turns_on:
     if any(by_fsdp):
         recompute = Recompute.FULL
     if mesh["dp_shard"] * mesh["cp"] == 1 or sharding == Sharding.NONE:
-        return {**_unsharded(mesh), "recompute": recompute}
+        return {**unsharded(mesh), "recompute": recompute}
     return {**states, "offload": offload, "recompute": recompute}
 
 
-def _unsharded(mesh: Fields) -> Fields:
+def unsharded(mesh: Fields) -> Fields:
+    """Return the states of replicas that are all copies."""
     return {"dp_replicate": 1, "dp_shard": mesh["dp_replicate"] * mesh["dp_shard"], "sharding": Sharding.NONE}
 
 
@@ -308,7 +309,7 @@ def _copies(options: Options, mesh: Fields, context: LaunchContext) -> Fields:
             "neither fsdp nor deepspeed is on: read as whole copies (DDP); a config of accelerate launch may shard them"
         )
         options.remarks.append(Unread(option="fsdp", value="", why=why))
-    return {**_unsharded(mesh), "recompute": RECOMPUTE.of(options)}
+    return {**unsharded(mesh), "recompute": RECOMPUTE.of(options)}
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------

@@ -50,10 +50,6 @@ def _missing_from_offload(model: ModelSpec) -> frozenset[str]:
     return frozenset() if model.moe else frozenset(("expert_fc1", "moe_act"))
 
 
-def _names(part: str, batch: PlanBatch) -> Bools:
-    return np.array([part in word.parts for word in OffloadModules])[batch.offload_modules]
-
-
 def _offloaded_modules(workload: Workload, batch: PlanBatch) -> Bools:
     missing = _missing_from_offload(workload.model)
     exist = np.array([not word.parts & missing for word in OffloadModules])[batch.offload_modules]
@@ -63,8 +59,8 @@ def _offloaded_modules(workload: Workload, batch: PlanBatch) -> Bools:
 
 def _offloaded_parts_are_stored(workload: Workload, batch: PlanBatch) -> Bools:
     """Return which plans do not recompute the parts whose inputs they offload."""
-    experts = _names("expert_fc1", batch) | _names("moe_act", batch)
-    repeats_inputs = (_names("core_attn", batch) & batch.repeats(RecomputeModule.MLA_UP_PROJ)) | (
+    experts = batch.offloads("expert_fc1") | batch.offloads("moe_act")
+    repeats_inputs = (batch.offloads("core_attn") & batch.repeats(RecomputeModule.MLA_UP_PROJ)) | (
         experts & batch.repeats(RecomputeModule.MOE)
     )
     return ~repeats_inputs & ((batch.offload_modules == 0) | (batch.recompute != FULL))
