@@ -397,22 +397,36 @@ def test_a_program_that_only_evaluates_is_refused() -> None:
         of(plain().replace(".train()", ".evaluate()"))
 
 
-@pytest.mark.parametrize(
-    "folder", ['"$(cd "$(dirname "${BASH_SOURCE[0]}")"/.. && pwd)"', "/some/where/of/mine", "$PROJECT_ROOT"]
-)
-def test_a_program_in_a_folder_that_only_the_shell_knows_is_found(tmp_path: Path, folder: str) -> None:
-    """A script in a folder of its own starts a program in the one above, by a path from a variable."""
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts" / "train.py").write_text("print('another one')")
-    (tmp_path / "train.py").write_text(plain(more="gradient_checkpointing=True,"))
-    script = tmp_path / "scripts" / "run.sh"
-    script.write_text(f'ROOT={folder}\ntorchrun --nproc_per_node 2 "$ROOT/train.py" --batch_size 4\n')
-    if "BASH_SOURCE" not in folder:  # the nearest of this name is taken, which is none that trains
-        with pytest.raises(InputError):
-            read_launch(script, LaunchContext(seq_len=1024))
-        return
+def script_in_a_folder(path: Path, root: str) -> Path:
+    """Write a script that starts a program in `root`: one that trains in the folder above, beside it another."""
+    (path / "scripts").mkdir()
+    (path / "scripts" / "train.py").write_text("print('trains nothing')")
+    (path / "train.py").write_text(plain(more="gradient_checkpointing=True,"))
+    script = path / "scripts" / "run.sh"
+    script.write_text(f'ROOT={root}\ntorchrun --nproc_per_node 2 "$ROOT/train.py" --batch_size 4\n')
+    return script
+
+
+def test_a_program_in_a_folder_relative_to_the_script_is_found(tmp_path: Path) -> None:
+    script = script_in_a_folder(tmp_path, '"$(cd "$(dirname "${BASH_SOURCE[0]}")"/.. && pwd)"')
     launch = read_launch(script, LaunchContext(seq_len=1024, variables=(("BF16", "true"),)))
     assert (launch.plan.micro_batch, launch.plan.recompute, launch.plan.dp) == (4, "full", 2)
+
+
+def test_of_a_program_in_an_unknown_folder_the_nearest_of_its_name_is_taken(tmp_path: Path) -> None:
+    script = script_in_a_folder(tmp_path, "$PROJECT_ROOT")
+    context = LaunchContext(seq_len=1024, variables=(("BF16", "true"),))
+    with pytest.raises(InputError, match=r"starts \$PROJECT_ROOT/train\.py, which is not known here"):
+        read_launch(script, context)
+    (tmp_path / "scripts" / "train.py").unlink()
+    assert read_launch(script, context).plan.recompute == "full"
+
+
+def test_a_program_with_an_absolute_path_is_looked_for_beside_the_script_alone(tmp_path: Path) -> None:
+    script = script_in_a_folder(tmp_path, "/some/where/of/mine")
+    (tmp_path / "scripts" / "train.py").unlink()
+    with pytest.raises(InputError, match=r"starts /some/where/of/mine/train\.py, which is not known here"):
+        read_launch(script, LaunchContext(seq_len=1024))
 
 
 def test_a_program_that_makes_arguments_beside_its_command_is_listed(tmp_path: Path) -> None:
