@@ -9,7 +9,7 @@ import pytest
 
 import autoplan
 from autoplan.api.problem import make_problem, make_space
-from autoplan.api.training_run import search_run
+from autoplan.api.training_run import priced_parts, search_run
 from autoplan.base.errors import InputError, NoPlanError
 from autoplan.cost.energy import step_energy_j
 from autoplan.search.mixed_run import PartsResult, search_parts
@@ -122,3 +122,15 @@ def test_what_no_mixed_run_has_is_refused_with_the_way_out() -> None:
     found = autoplan.search_mixed("llama3.2-1b", **place, **words)  # type: ignore[arg-type]
     assert found.file.run
     assert [row.parts for row in found.file.run.outcomes][2] == "1 x 2 h100-sxm + 1 x 2 a100-sxm"
+
+
+def test_prices_name_each_part_once() -> None:
+    problem = priced(1.0, 1.0)
+    first, second = problem.cluster.part_names
+    parts = priced_parts(problem, f"{first}=3,{second}=1.5").cluster.parts
+    assert [part.price_per_device_hour for part in parts] == [3.0, 1.5]
+    assert {part.price_per_device_hour for part in priced_parts(problem, "2").cluster.parts} == {2.0}
+    with pytest.raises(InputError, match=r"every part has two prices: write PART=PRICE for each part$"):
+        priced_parts(problem, "3,4")
+    with pytest.raises(InputError, match=f"{first} has two prices"):
+        priced_parts(problem, f"{first}=3,{first}=4")

@@ -95,6 +95,12 @@ def test_amounts_without_their_unit_are_refused_by_their_key(text: str, field: s
         parse_amount(text, "typed", field, None)
 
 
+@pytest.mark.parametrize("text", ["400gb/s", "400gbps"])
+def test_rates_that_may_be_bits_or_bytes_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match=f"^nic '{text}': write 400GB/s for bytes or 400Gb/s for bits$"):
+        parse_amount(text, "nic", "nic_bytes_per_s", 1.0)
+
+
 def test_memory_is_binary_as_on_datasheets_and_data_is_decimal() -> None:
     assert parse_memory("4GB", "--reserve-memory") == parse_memory("4GiB", "--reserve-memory") == 4 * GIB
     assert parse_memory("0", "--reserve-memory") == 0

@@ -94,6 +94,9 @@ def priced_parts(problem: MixedProblem, price: float | str | None) -> MixedProbl
     items = [text.rpartition("=") for text in str(price).split(",")]
     if unknown := [name for name, sign, _ in items if sign and name.strip() not in names]:
         raise InputError(f"--price {price}: {unknown[0]!r} is not a part: they are {', '.join(names)}")
+    priced_names = [name.strip() for name, _, _ in items]
+    if twice := sorted({name for name in priced_names if priced_names.count(name) > 1}):
+        raise InputError(f"--price {price}: {twice[0] or 'every part'} has two prices: write PART=PRICE for each part")
     prices = {name.strip(): _positive(value, "--price") for name, _, value in items}
     parts = [
         replace(part, price_per_device_hour=prices.get(name, prices.get("", part.price_per_device_hour)))

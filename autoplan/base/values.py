@@ -31,6 +31,7 @@ _UNITS: tuple[tuple[str, str, dict[str, float]], ...] = (
     ("_w", "700W", _prefixed("W")),
 )
 _BITS = re.compile(r"(?<=[kMGTP])b(?:/s|ps)$")
+_BITS_OR_BYTES = re.compile(r"([mgtp])b(?:/s|ps)")
 
 
 def has_unit(field: str) -> bool:
@@ -53,6 +54,9 @@ def parse_amount(text: str, key: str, field: str, bare_unit: float | None) -> fl
     """
     example, units = _units_of(field)
     match = _AMOUNT.fullmatch(text.strip())
+    if match and match[2] and (prefix := _BITS_OR_BYTES.fullmatch(match[2])):
+        bytes_, bits = f"{match[1]}{prefix[1].upper()}B/s", f"{match[1]}{prefix[1].upper()}b/s"
+        raise InputError(f"{key} {text[:40]!r}: write {bytes_} for bytes or {bits} for bits")
     unit = (_BITS.sub("bit/s", match[2]) if match and match[2] else "").lower()
     worth = units.get(unit) if unit else bare_unit
     if not match or worth is None:
