@@ -303,7 +303,9 @@ def test_what_is_not_priced_is_refused(flan: ModelSpec) -> None:
         make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, images=1)
     with pytest.raises(InputError, match="--encoder-len needs a model with cross attention"):
         make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=512, encoder_len=512)
-    with pytest.raises(InputError, match="variable lengths are not priced with the encoder"):
+    with pytest.raises(
+        InputError, match="which has an encoder, are priced one to a sequence, not packed: pass --batching padded"
+    ):
         make_problem(flan, cluster="h100-sxm:1x8", seq_len=512, lengths="256:3,512:1")
     speech = {"model_type": "seamless_m4t", "is_encoder_decoder": True, "architectures": ["SeamlessM4TModel"]}
     with pytest.raises(InputError, match=r"names no encoder-decoder .*ForTextToText"):

@@ -122,7 +122,8 @@ class Keys:
             value = computed(expression, int, lambda key, look_up=look_up: _as_number(look_up(key)))  # type: ignore[misc]
             if value is not ABSENT:
                 return int(value)
-        raise InputError(f"{expression} is missing: {self.kind} models need it")
+        fault = "null" if self.get(expression) is None else "missing"
+        raise InputError(f"{expression} is {fault}: {self.kind} models need it")
 
     def value(self, part: str, inner: str, entry: Any) -> Any:
         """Return the value of a field, or `ABSENT` for its default; the file takes precedence over class defaults.

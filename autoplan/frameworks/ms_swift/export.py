@@ -20,6 +20,7 @@ from autoplan.frameworks.ms_swift.options import BATCHINGS, MEGATRON_DEFAULTS, M
 from autoplan.spec.enums import (
     AttentionKernel,
     CodedEnum,
+    ContextParallelKind,
     Dispatcher,
     GradType,
     Offload,
@@ -150,6 +151,7 @@ _TAKEN = (
 LIMITS = (
     _only("dispatcher", Dispatcher.ALL_TO_ALL, Dispatcher.DEEPEP),
     _only("rank_order", RankOrder.DP_BEFORE_PP),
+    _only("cp_kind", ContextParallelKind.RING, ContextParallelKind.ALL_TO_ALL),
     _only("offload", Offload.NONE),
     *no_options_but(_TAKEN, "megatron-lm", _ARGUMENTS),
     Rule(
