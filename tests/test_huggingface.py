@@ -1021,3 +1021,9 @@ def test_junk_raises_nothing_but_input_errors(data: st.DataObject) -> None:
     except InputError as error:
         message = str(error)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("key", ["schema_version", "mixed_schema_version"])
+def test_a_plan_file_in_place_of_a_model_is_called_one(key: str) -> None:
+    with pytest.raises(InputError, match=r"^plan\.json: a plan file, not a model: profile takes it as --for"):
+        read_huggingface({key: 12, "model": {"name": "llama3-8b"}}, "plan.json")

@@ -15,6 +15,7 @@ from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import encode
 from autoplan.base.units import check_count
 from autoplan.cost.input_rate import with_input
+from autoplan.frameworks import plan_file
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.rules import Rule, broken
@@ -44,7 +45,8 @@ class ReadResult(Result):
     @property
     def headline(self) -> str:
         """The file, its target and the framework that it is priced as."""
-        return f"{self.path}: a file of {self.launch.target}, priced as {self.launch.framework}"
+        kind = "a plan file" if self.launch.target == plan_file.NAME else f"a file of {self.launch.target}"
+        return f"{self.path}: {kind}, priced as {self.launch.framework}"
 
     def table(self) -> Table:
         """Return the options that were not understood, and whether they may affect time or memory."""

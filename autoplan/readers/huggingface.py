@@ -185,6 +185,8 @@ def _stack(table: dict[str, Any], name: str) -> dict[str, Any]:
 def _text_model(table: dict[str, Any], *, is_inner: bool = False) -> tuple[dict[str, Any], str]:
     """Return the table of the text model and its model_type; raises InputError unless it is a causal language model."""
     data, kind = key_table(), table.get("model_type")
+    if {"schema_version", "mixed_schema_version"} & table.keys():
+        raise InputError("a plan file, not a model: profile takes it as --for, estimate and explain as it is")
     if not isinstance(kind, str):
         raise InputError("model_type " + ("is missing" if kind is None else f"must be text, got {show(kind)}"))
     is_known = kind in data["types"]
