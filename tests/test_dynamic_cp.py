@@ -180,7 +180,7 @@ def test_one_long_sample_on_all_ranks_leaves_none_of_them_idle() -> None:
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_equal_lengths_are_no_slower_but_for_whole_passes(data: st.DataObject) -> None:
-    """Of equal samples a rank computes a whole number, which static plans of the same batch divide evenly."""
+    """A rank computes a whole number of equal samples, which static plans of the same batch divide evenly."""
     tokens = data.draw(st.sampled_from([2, 4, 8, 12, 16, 32, 64])) * K
     cp = data.draw(st.sampled_from([2, 4, 8, 16]))
     batch = 64 // cp * data.draw(st.integers(1, 6))

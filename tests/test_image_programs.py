@@ -75,7 +75,7 @@ def test_adapters_of_the_programs_are_in_the_text_model_alone() -> None:
 
 
 def test_the_pattern_of_axolotls_examples_is_read() -> None:
-    """Of examples/qwen2_5-vl/lora-7b.yaml (067b021)."""
+    """The pattern of examples/qwen2_5-vl/lora-7b.yaml (067b021)."""
     pattern = r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj"
     tuning = of_axolotl({"adapter": "lora", "lora_r": 32, "lora_target_modules": pattern}, "lora-7b.yaml")
     assert tuning.targets == tuple(f"{name}_proj" for name in ("up", "down", "gate", "q", "k", "v", "o"))

@@ -705,7 +705,7 @@ def test_a_command_that_is_echoed_is_not_the_one_that_starts() -> None:
 
 
 def test_options_of_forks_that_need_no_pricing_are_no_open_question() -> None:
-    """Of TurkuNLP/Megatron-DeepSpeed, as its scripts on LUMI have them."""
+    """Options of TurkuNLP/Megatron-DeepSpeed, as its scripts on LUMI have them."""
     splits = "--train-weighted-split-paths-path train.txt --valid-weighted-split-paths-path valid.txt"
     text = ECHOED.replace("--zero-stage 1", f"--zero-stage 1 --embed-layernorm {splits} --valid-num-workers 0")
     launch = megatron_lm.READER.read(text, LaunchContext())

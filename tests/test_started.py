@@ -56,6 +56,7 @@ def launched(folder: Path, text: str, **variables: str) -> Launch:
         ("sbatch --nodes=2 --export=ALL,TP=4,PP=2,MBS=2 train.sh\n", (4, 2), 2, 16),
         ('export TP=8\nsbatch -N 4 --gpus-per-node=8 --export=ALL,PP="2" train.sh\n', (8, 2), 1, 32),
         ("export TP=8\nsbatch --export=NONE,PP=2 train.sh\n", (1, 2), 1, 16),
+        ("export TP=8\nsbatch --export-file=env.txt train.sh\n", (8, 1), 1, 16),
         ("TP=8\nsbatch train.sh\n", (1, 1), 1, 16),
         ("set -a\nTP=8\nsbatch train.sh\n", (8, 1), 1, 16),
         ("TP=2 PP=4 sbatch train.sh\n", (2, 4), 1, 16),

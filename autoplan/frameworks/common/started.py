@@ -105,7 +105,7 @@ def _given_by(command: Command, environment: dict[str, str]) -> dict[str, str]:
     lists = [
         word.partition("=")[2] if "=" in word and word.startswith("--") else follows
         for word, follows in zip_longest(options, options[1:], fillvalue="")
-        if (word.startswith("--export") if is_slurm else word == "-v")
+        if (word.partition("=")[0] == "--export" if is_slurm else word == "-v")
     ]
     named = _pairs(part for text in lists for part in text.split(","))
     takes_all = "-V" in options if not is_slurm else not lists or any("ALL" in text.split(",") for text in lists)
