@@ -65,7 +65,7 @@ def test_every_instant_of_a_step_counts_once(tmp_path: Path, name: str) -> None:
     }  # fmt: skip
     assert (rank.step_s, rank.idle_s) == pytest.approx((900e-6, 50e-6))
     assert (rank.exposed_s, rank.hidden_s) == pytest.approx((200e-6, 100e-6))
-    with pytest.raises(InputError, match="rocprofv3 have no kernel shapes"):
+    with pytest.raises(InputError, match="rocprofv3 and rocmProfileData have no kernel shapes"):
         read_source(str(path))
 
 

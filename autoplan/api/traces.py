@@ -180,7 +180,8 @@ def _timed(run: LoggedRun, terms_s: Mapping[str, float]) -> Iterator[ComparedTer
 def read_traces(paths: Sequence[str | Path], *, plan: str | Path | None = None, db: str | None = None) -> TraceResult:
     """Read traces of torch's profiler, one file per rank, compressed or not; or folders of them.
 
-    Exports of Nsight Systems to SQLite and JSON of rocprofv3 are read as well, with all devices that they traced.
+    Exports of Nsight Systems to SQLite and databases or JSON of rocprofv3 are read as well, with all devices that they
+    traced.
 
     `plan` is the plan file that ran: what was predicted of it, with its measured times or those of the database `db`,
     stands beside what the ranks did.

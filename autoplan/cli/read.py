@@ -28,7 +28,7 @@ FilesArgument = Annotated[
     typer.Argument(
         metavar="FILE...",
         help="A launch script or configuration of any export target; or traces of torch's profiler, one per rank, or a "
-        "folder of them; or SQLite exports of Nsight Systems, or JSON of rocprofv3; or logs of a run.",
+        "folder of them; or SQLite exports of Nsight Systems, or databases or JSON of rocprofv3; or logs of a run.",
     ),
 ]
 PlanOption = Annotated[

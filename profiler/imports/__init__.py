@@ -31,16 +31,17 @@ def read_source(
     from autoplan.profiler.imports.nccl_inspector import is_log, read_inspector_records
     from autoplan.profiler.imports.nccl_tests import read_log
     from autoplan.profiler.imports.nsight import is_report
+    from autoplan.profiler.imports.rocpd import is_database
     from autoplan.profiler.imports.rocprof import is_output
     from autoplan.profiler.store.exchange import is_exchange, read_exchange
 
     path = Path(source)
     if source == AICONFIGURATOR:
         return read_records(devices=[device] if device else None)
-    if is_report(path) or is_output(path):
+    if is_report(path) or is_database(path) or is_output(path):
         raise InputError(
-            f"{path}: exports of Nsight Systems and rocprofv3 have no kernel shapes: import a trace of torch's "
-            "profiler made with record_shapes=True; `autoplan read` shows what ran"
+            f"{path}: traces of Nsight Systems, rocprofv3 and rocmProfileData have no kernel shapes: import a trace of "
+            "torch's profiler made with record_shapes=True; `autoplan read` shows what ran"
         )
     is_inspected = is_log(path)
     if is_inspected or is_folder(path) or is_trace(path):

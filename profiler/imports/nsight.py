@@ -11,17 +11,14 @@ import re
 import sqlite3
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file
-from autoplan.base.units import cleaned
-from autoplan.profiler.imports.kineto import MAX_OBJECTS, MAX_S, RankTrace, Span, activity_of, summed
+from autoplan.profiler.imports.kineto import MAX_OBJECTS, RankTrace, Span, activity_of, summed
+from autoplan.profiler.imports.sqlite_file import check_number, columns_of, names_in, reading, span_of, table_names
 
-MAGIC = b"SQLite format 3\0"
 NAMES, KERNELS, RANGES = "StringIds", "CUPTI_ACTIVITY_KIND_KERNEL", "NVTX_EVENTS"
 _COPIES = {"CUPTI_ACTIVITY_KIND_MEMCPY": "Memcpy", "CUPTI_ACTIVITY_KIND_MEMSET": "Memset"}
 _PROCESS_BIT = 2**24
@@ -31,18 +28,7 @@ STEP = re.compile(r"(ProfilerStep|((train|training)[ _])?(step|iter|iteration|ba
 
 def is_report(path: Path) -> bool:
     """Return whether a file is a SQLite export of Nsight Systems, or a report that is not exported yet."""
-    if not is_file(path):
-        return False
-    if path.suffix == ".nsys-rep":
-        return True
-    try:
-        with path.open("rb") as stream:
-            if stream.read(len(MAGIC)) != MAGIC:
-                return False
-        with closing(_opened(path)) as database:
-            return NAMES in _tables(database)
-    except (OSError, sqlite3.Error):
-        return False
+    return is_file(path) and (path.suffix == ".nsys-rep" or NAMES in names_in(path))
 
 
 def read_report(path: Path) -> list[RankTrace]:
@@ -54,17 +40,11 @@ def read_report(path: Path) -> list[RankTrace]:
     """
     if path.suffix == ".nsys-rep":
         raise InputError(f"{path}: export it first: nsys export --type sqlite {path.name}")
-    try:
-        with closing(_opened(path)) as database:
-            tables = _tables(database)
-            spans = _device_spans(database, tables) if KERNELS in tables else {}
-            marks = _marks(database) if RANGES in tables else {}
-    except sqlite3.Error as error:
-        raise InputError(f"{path}: no export of Nsight Systems: {cleaned(str(error))}") from None
-    except (ValueError, TypeError, OverflowError):
-        raise InputError(f"{path}: an event has no time in nanoseconds, or none that can be") from None
-    if sum(map(len, spans.values())) > MAX_OBJECTS:
-        raise InputError(f"{path}: more than {MAX_OBJECTS:,} kernels and copies: trace fewer steps")
+    with reading(path, what="export of Nsight Systems") as database:
+        tables = table_names(database)
+        spans = _device_spans(database, tables) if KERNELS in tables else {}
+        marks = _marks(database) if RANGES in tables else {}
+    check_number(path, sum(map(len, spans.values())))
     if not spans:
         raise InputError(f"{path}: no kernels of a device in it: trace with nsys profile --trace cuda,nvtx")
     return [
@@ -78,30 +58,18 @@ def read_report(path: Path) -> list[RankTrace]:
     ]
 
 
-def _opened(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
-
-
-def _tables(database: sqlite3.Connection) -> set[str]:
-    return {str(name) for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-
-
-def _columns(database: sqlite3.Connection, table: str) -> set[str]:
-    return {str(row[1]) for row in database.execute(f"PRAGMA table_info({table})")}
-
-
 def _device_spans(database: sqlite3.Connection, tables: set[str]) -> dict[tuple[int, int], list[Span]]:
     """Return kernels, copies and fills by (process, device)."""
     spans: dict[tuple[int, int], list[Span]] = defaultdict(list)
     for table in (KERNELS, *(table for table in _COPIES if table in tables)):
-        columns = _columns(database, table)
+        columns = columns_of(database, table)
         process = "globalPid" if "globalPid" in columns else "0"
         name = (
             f"'{_COPIES[table]}'" if table in _COPIES else "(SELECT value FROM StringIds WHERE id = of.demangledName)"
         )
         query = f'SELECT start, "end", {process}, deviceId, {name} FROM {table} AS of LIMIT {MAX_OBJECTS + 1}'
         for start_ns, end_ns, serialised, device, text in database.execute(query):
-            span = _span(start_ns, end_ns, text)
+            span = span_of(start_ns, end_ns, text)
             if span.end_s > span.start_s:
                 spans[_process(serialised), int(device)].append(span)
     return spans
@@ -109,7 +77,7 @@ def _device_spans(database: sqlite3.Connection, tables: set[str]) -> dict[tuple[
 
 def _marks(database: sqlite3.Connection) -> dict[int, list[Span]]:
     """Return the ranges that mark steps, by process."""
-    columns = _columns(database, RANGES)
+    columns = columns_of(database, RANGES)
     names = [
         *(["text"] if "text" in columns else []),
         *(["(SELECT value FROM StringIds WHERE id = of.textId)"] if "textId" in columns else []),
@@ -118,7 +86,7 @@ def _marks(database: sqlite3.Connection) -> dict[int, list[Span]]:
     query = f'SELECT start, "end", globalTid, COALESCE({", ".join([*names, "NULL"])}) FROM {RANGES} AS of'
     for start_ns, end_ns, serialised, text in _ended(database, query):
         if isinstance(text, str) and STEP.match(text.strip()):
-            mark = _span(start_ns, end_ns, text.strip())
+            mark = span_of(start_ns, end_ns, text.strip())
             if mark.end_s > mark.start_s:
                 marks[_process(serialised)].append(mark)
     return marks
@@ -131,10 +99,3 @@ def _ended(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]
 
 def _process(serialised: Any) -> int:
     return 0 if serialised is None else int(serialised) // _PROCESS_BIT % _PROCESS_BIT
-
-
-def _span(start_ns: Any, end_ns: Any, name: Any) -> Span:
-    start_s, end_s = float(start_ns) * 1e-9, float(end_ns) * 1e-9
-    if not abs(start_s) < MAX_S or not abs(end_s) < MAX_S:  # also true for NaN
-        raise ValueError
-    return Span(start_s, end_s, name if isinstance(name, str) else "")

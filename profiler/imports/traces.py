@@ -1,4 +1,4 @@
-"""Traces of a step in all supported formats: torch's profiler, exports of Nsight Systems, output of rocprofv3."""
+"""Traces of a step in all supported formats: torch's profiler, exports of Nsight Systems, AMD's profilers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, is_folder
-from autoplan.profiler.imports import kineto, nsight, rocprof
+from autoplan.profiler.imports import kineto, nsight, rocpd, rocprof
 from autoplan.profiler.imports.kineto import RankTrace
 
 
 def is_trace(path: Path) -> bool:
     """Return whether a file is a trace of a step, or of Chakra, which has no start times and is refused on reading."""
-    return kineto.is_trace(path) or nsight.is_report(path) or rocprof.is_output(path) or _is_chakra(path)
+    is_export = nsight.is_report(path) or rocpd.is_database(path) or rocprof.is_output(path)
+    return is_export or kineto.is_trace(path) or _is_chakra(path)
 
 
 def trace_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -24,8 +25,9 @@ def trace_files(paths: Sequence[str | Path]) -> list[Path]:
             traces.append(path)
             continue
         exports = [item for item in sorted(path.rglob("*.sqlite")) if nsight.is_report(item)]
+        databases = [item for item in sorted((*path.rglob("*.db"), *path.rglob("*.rpd"))) if rocpd.is_database(item)]
         outputs = [item for item in sorted(path.rglob("*.json*")) if rocprof.is_output(item)]
-        traces += exports or outputs or kineto.trace_files([path])
+        traces += exports or databases or outputs or kineto.trace_files([path])
     return traces
 
 
@@ -33,6 +35,8 @@ def read_ranks(path: Path) -> list[RankTrace]:
     """Return the activity of the ranks in a file: one rank for torch's profiler, all traced devices for the others."""
     if nsight.is_report(path):
         return nsight.read_report(path)
+    if rocpd.is_database(path):
+        return rocpd.read_database(path)
     if rocprof.is_output(path):
         return rocprof.read_output(path)
     if _is_chakra(path):
