@@ -194,7 +194,7 @@ def test_a_name_may_have_blanks() -> None:
 
 def test_an_unknown_cluster_is_refused_with_the_nearest_names() -> None:
     assert refusal("gaudi9:1x8").endswith("autoplan new cluster writes a template for your own")
-    assert "did you mean h100-sxm, h100-pcie?" in refusal("h100-sxn:2x8")
+    assert "did you mean h100-sxm, h100-nvl, h100-pcie?" in refusal("h100-sxn:2x8")
 
 
 def test_an_unknown_device_is_refused_with_the_nearest_names(tmp_path: Path) -> None:

@@ -491,7 +491,7 @@ def test_a_row_states_how_many_layers_are_dense(tmp_path: Path) -> None:
     ("change", "verdict", "words"),
     [
         ({"gpu": "tpu-v5"}, "unpriced", "not a known device"),
-        ({"gpu": "h100"}, "unpriced", "did you mean h100-sxm"),
+        ({"gpu": "h100-sxn"}, "unpriced", "did you mean h100-sxm"),
         ({"model": "unheard", "num_layers": ""}, "unpriced", "not known"),
         ({"tp": "x"}, "unpriced", "tp is not a number"),
         ({"tp": "1e400"}, "unpriced", "tp is not a count"),
@@ -518,7 +518,7 @@ def test_a_row_states_how_many_layers_are_dense(tmp_path: Path) -> None:
             "h100-sxm has no nvfp4 matrix units: pass --precision bf16 or fp16 or fp8",
         ),
         (
-            {"gpu": "v100", "gpu_memory_gib": "32", "gpus_per_node": "16"},
+            {"gpu": "v100", "gpu_memory_gib": "32", "gpus_per_node": "16", "precision": "bf16"},
             "unpriced",
             "v100 has no bf16 .*: pass --precision fp16",
         ),
@@ -905,3 +905,64 @@ def test_words_of_fine_tuning_that_are_none_are_refused_by_name(tmp_path: Path, 
     (run,) = runs_of(tmp_path, LLAMA | {"options": said})
     assert run.plan is None
     assert said.partition("=")[0] in run.refusal
+
+
+@pytest.mark.parametrize(
+    ("framework", "year", "priced_with"),
+    [
+        ("ms-swift 3.8 (Megatron)", "2025", "megatron-core"),
+        ("ms-swift 3.8", "2025", "deepspeed-hf"),
+        ("Accelerate FSDP", "2025", "pytorch-fsdp"),
+        ("LLaMA-Factory (DeepSpeed ZeRO-3)", "2025", "deepspeed-hf"),
+        ("verl, Megatron workers", "2025", "megatron-core"),
+        ("verl", "2025", "pytorch-fsdp"),
+        ("a pipeline schedule of ours (Megatron)", "2020", "megatron-lm-2021"),
+        ("Megatron LM", "?", "megatron-core"),  # without a year: today's
+    ],
+)
+def test_a_front_end_is_priced_as_the_backend_that_its_name_states(
+    tmp_path: Path, framework: str, year: str, priced_with: str
+) -> None:
+    (run,) = runs_of(tmp_path, LLAMA | {"framework": framework, "year": year, "vp": "", "pp": "1", "dp": "8"})
+    assert run.problem is not None, run.refusal
+    assert run.problem.framework.name == priced_with
+    assert f"framework treated as {priced_with}" in run.filled
+
+
+@pytest.mark.parametrize(
+    ("spelled", "device"),
+    [("rtx4090", "rtx-4090"), ("H100", "h100-sxm"), ("gb200", "gb200"), ("a100-40g", "a100-sxm-40")],
+)
+def test_a_device_may_be_spelled_as_people_do(tmp_path: Path, spelled: str, device: str) -> None:
+    (run,) = runs_of(tmp_path, LLAMA | {"gpu": spelled, "gpu_memory_gib": ""})
+    assert run.problem is not None, run.refusal
+    assert run.problem.cluster.device.name == device
+
+
+def test_a_device_without_bf16_trains_in_fp16_unless_stated(tmp_path: Path) -> None:
+    volta = LLAMA | {"gpu": "v100", "gpu_memory_gib": "32", "framework": "Megatron-LM", "year": "2021"}
+    (run,) = runs_of(tmp_path, volta)
+    assert run.problem is not None, run.refusal
+    assert run.problem.training.precision == "fp16"
+
+
+def test_a_plan_that_only_the_framework_rejects_has_a_price_beside_the_verdict(tmp_path: Path) -> None:
+    """A rule may be newer than the run: its time is worth more than none."""
+    row = LLAMA | {"framework": "torchtitan (FSDP2)", "year": "2026", "pp": "1", "vp": "", "dp": "8"}
+    (rejected,) = runs_of(tmp_path, row)
+    (run,) = runs_of(tmp_path, row | {"sharding": "zero2"})
+    assert rejected.plan is None
+    assert rejected.is_invalid
+    alike = predict(run)
+    prediction = predict(rejected)
+    assert prediction.verdict == "invalid"
+    assert prediction.note.startswith("sharding 'zero1' does not exist")
+    assert prediction.step_time_s == pytest.approx(alike.step_time_s, rel=0.5)
+    assert prediction.step_time_low_s < prediction.step_time_s < prediction.step_time_high_s
+
+
+def test_a_plan_that_no_framework_can_run_has_no_price(tmp_path: Path) -> None:
+    (run,) = runs_of(tmp_path, LLAMA | {"framework": "torchtitan (FSDP2)", "year": "2026", "global_batch": "127"})
+    prediction = predict(run)
+    assert prediction.verdict == "invalid"
+    assert prediction.step_time_s is None

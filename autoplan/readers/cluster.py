@@ -77,7 +77,7 @@ def _known_name(text: str) -> str:
     """Return the id of the shipped cluster named by `text`, in any common spelling."""
     if text in shipped("clusters") or text in preset_clusters():
         return text
-    if name := _spellings().get(_plain(text)):
+    if name := cluster_called(text):
         return name
     listed = "autoplan list clusters shows the built-in ones;"
     own = "autoplan new cluster writes a template for your own"
@@ -86,10 +86,15 @@ def _known_name(text: str) -> str:
     )
 
 
+def cluster_called(text: str) -> str | None:
+    """Return the id of the shipped cluster that people call `text`; None if there is none."""
+    return _spellings().get(_plain(text))
+
+
 def _recounted(text: str) -> str:
     """Return the correct spelling of a cluster whose size is in another notation; empty if it is not."""
     for pattern in _COUNTED:
-        if (counted := pattern.fullmatch(text)) and (name := _spellings().get(_plain(counted["name"]))):
+        if (counted := pattern.fullmatch(text)) and (name := cluster_called(counted["name"])):
             devices, of_node = int(counted["devices"]), _preset(name).devices_per_node
             nodes = int(counted["nodes"] or 1)
             if not counted["nodes"] and devices % of_node == 0:

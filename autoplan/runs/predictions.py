@@ -39,7 +39,7 @@ class _Priced(NamedTuple):
     place: int
     run: Run
     problem: Problem
-    batch: PlanBatch  # of its single plan
+    batch: PlanBatch  # of its single plan, which the framework may reject
 
     @property
     def sorting(self) -> tuple[str, str, int, int]:
@@ -53,12 +53,13 @@ def predict_all(runs: Iterable[Run]) -> list[Prediction]:
     predictions: dict[int, Prediction] = {}
     priced: list[_Priced] = []
     for place, run in enumerate(runs):
-        if run.problem is None or run.plan is None:
+        plan = run.plan or run.rejected_plan
+        if run.problem is None or plan is None:
             verdict: RunVerdict = "invalid" if run.is_invalid else "unpriced"
             predictions[place] = Prediction(id=run.id, verdict=verdict, note=_note(run.refusal, run))
             continue
         try:
-            batch = run.problem.batch([run.plan])
+            batch = run.problem.batch([plan])
         except AutoplanError as error:
             predictions[place] = Prediction(id=run.id, verdict="unpriced", note=_note(str(error), run))
         else:
@@ -83,7 +84,7 @@ def _prediction(priced: _Priced, cost: CostEstimate) -> Prediction:
     run = priced.run
     note = _note(run.refusal, run)
     doubt = math.exp(log_doubt(run, cost))
-    verdict = VERDICTS[int(cost.verdict[0])]
+    verdict: RunVerdict = "invalid" if run.is_invalid else VERDICTS[int(cost.verdict[0])]
     if verdict == "oom" and not recompute_is_stated(run) and _fits_recomputed(priced.problem, cost.batch.plan(0)):
         verdict = "risky"
         note = "; ".join(part for part in (note, "what is recomputed is not told: fits with all of it") if part)

@@ -30,6 +30,7 @@ class Recipe:
         ""  # id for runs without torch.compile, recognised by cuda_graph=none if nothing else captures graphs
     )
     in_pipelines: str = ""  # id for runs with pipelines, if different code runs them
+    backends: Mapping[str, str] = field(default_factory=dict)  # ids for runs whose framework names one of these words
     traits: Mapping[str, bool | int | float | str] = field(
         default_factory=dict
     )  # behaviour of their build that no release has
@@ -64,6 +65,11 @@ class Recipe:
     routes_unfused_alltoall: bool = False
     overlaps_far_experts: bool = False  # the same for experts beyond the scale-up domain in interleaved pipelines
 
+    def with_backend(self, name: str) -> Recipe:
+        """Return the recipe with the framework of the backend that a row's framework names: "ms-swift (Megatron)"."""
+        named = (framework for word, framework in self.backends.items() if word.casefold() in name.casefold())
+        return replace(self, framework=next(named, self.framework))
+
     def software(self) -> Framework:
         """Return the framework of these runs."""
         framework = load_framework(self.framework).changed(**self.traits)
@@ -80,7 +86,7 @@ class Recipe:
 
     def fit(self, name: str, year: str, device: str) -> int:
         """Return how specifically the recipe matches a row: the length of the matching texts, 0 for a mismatch."""
-        begun = max((len(prefix) for prefix in self.names if name.casefold().startswith(prefix.casefold())), default=0)
+        begun = max((len(prefix) for prefix in self.names if _plain(name).startswith(_plain(prefix))), default=0)
         eras = [era for era in self.years or ("",) if year.startswith(era)]
         kinds = [kind for kind in self.devices or ("",) if kind in ("", device, device.rpartition("-")[0])]
         if not begun or not eras or not kinds:
@@ -123,8 +129,14 @@ def recipe_called(name: str, year: str, device: str = "") -> Recipe | None:
     for at, text in enumerate(words):
         best = max(recipes(), key=lambda recipe: recipe.fit(text, year, device))
         if best.fit(text, year, device):
+            best = best.with_backend(text)
             return replace(best, is_similar=True) if at else best
     return None
+
+
+def _plain(name: str) -> str:
+    """Return the name without case, and with blanks for dashes: "Megatron LM" is Megatron-LM."""
+    return re.sub("[-_]", " ", name.casefold())
 
 
 def nearest_recipe(sharding: str, year: str) -> Recipe:

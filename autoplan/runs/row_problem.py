@@ -10,7 +10,7 @@ from autoplan.base.errors import UnpricedError
 from autoplan.base.names import suggestion
 from autoplan.base.units import GIB, listed
 from autoplan.readers.calibration import built_in_calibration
-from autoplan.readers.cluster import load_cluster, preset_clusters
+from autoplan.readers.cluster import cluster_called, load_cluster, preset_clusters
 from autoplan.readers.finetuning import METHODS, load_finetuning, optimizer_named
 from autoplan.readers.model import find_preset
 from autoplan.runs.recipes import Recipe, nearest_recipe, recipe_called
@@ -64,7 +64,10 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
     framework = recipe.software()
     if recipe.is_similar:
         row.filled.append(f"framework treated as {recipe.framework}")
-    precision = row.word("precision", tuple(Precision), recipe.precision or "bf16")
+    cluster = _cluster(row)
+    # The most common precision, on devices before Ampere that of their matrix units.
+    usual = Precision.BF16 if "bf16" in cluster.device.peak_flops_per_s else Precision.FP16
+    precision = row.word("precision", tuple(Precision), recipe.precision or usual)
     if recipe.precision and precision != recipe.precision:
         row.filled.append(f"precision={recipe.precision} as its scripts train")
         precision = recipe.precision
@@ -79,7 +82,6 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
     model = _model(row, recipe)
     if model.position_embedding == "learned":  # the table does not state the length of the position table
         model = replace(model, max_positions=max(model.max_positions, training.seq_len))
-    cluster = _cluster(row)
     return Problem(
         model=model,
         training=training,
@@ -216,14 +218,22 @@ def _clusters_of_device() -> dict[str, list[str]]:
     return {device: [cluster.name for cluster in sorted(nodes, key=rank)] for device, nodes in clusters.items()}
 
 
+def _gpu(row: Row) -> str:
+    """Return the id of the row's device, which tables spell in several ways: "rtx4090", "h100"."""
+    gpu = row.text("gpu")
+    if gpu in _clusters_of_device() or (name := cluster_called(gpu)) is None:
+        return gpu
+    return load_cluster(name).device.name
+
+
 def _sized_gpu(row: Row) -> str:
     """Return the device's name including its memory: "a100-sxm-40"."""
-    gpu = row.text("gpu")
+    gpu = _gpu(row)
     return f"{gpu}-{row.number('gpu_memory_gib'):g}" if row.has("gpu_memory_gib") else gpu
 
 
 def _cluster(row: Row) -> ClusterSpec:
-    gpu = row.text("gpu")
+    gpu = _gpu(row)
     memory_gib = row.number("gpu_memory_gib") if row.has("gpu_memory_gib") else None
     clusters = _clusters_of_device().get(_sized_gpu(row)) or _clusters_of_device().get(gpu)
     if clusters is None:

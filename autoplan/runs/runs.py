@@ -58,6 +58,7 @@ class Run:
     is_invalid: bool  # the framework itself would reject it
     filled: tuple[str, ...]
     is_input_bound: bool = False  # its steps waited for samples, which no plan explains
+    rejected_plan: ParallelPlan | None = None  # which today's framework rejects and others could run
     doubted: Framework | None = None  # which the run may have used instead; None: no doubt
 
     def calibrated(self, calibration: Calibration) -> Run:
@@ -72,7 +73,7 @@ def read_runs(path: Path) -> Iterator[Run]:
 
 def _run(cells: dict[str, str]) -> Run:
     row = Row(cells)
-    problem, plan, refusal, invalid, doubted, input_bound = None, None, "", False, None, False
+    problem, plan, rejected, refusal, invalid, doubted, input_bound = None, None, None, "", False, None, False
     try:
         recipe = recipe_of(row)
         problem = problem_of(row, recipe)
@@ -87,6 +88,8 @@ def _run(cells: dict[str, str]) -> Run:
         input_bound = row.has("input_bound") and row.flag("input_bound", False)
         refusal = _refused_by_framework(problem, plan, recipe)
         invalid = bool(refusal)
+        if invalid and not next(iter(broken(universal.RULES, problem.workload, plan)), ""):
+            rejected = plan
     except AutoplanError as error:
         refusal = str(error)
     return Run(
@@ -97,6 +100,7 @@ def _run(cells: dict[str, str]) -> Run:
         is_invalid=invalid,
         filled=tuple(row.filled),
         is_input_bound=input_bound,
+        rejected_plan=rejected,
         doubted=doubted,
     )
 
