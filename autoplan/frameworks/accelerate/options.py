@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoplan.frameworks.common.option_table import Constant, Option, count, switch, word
+from autoplan.frameworks.common.option_table import Assumed, Constant, Option, count, switch, word
 from autoplan.spec.enums import Offload, Precision, Recompute, Sharding
 
 PRECISION = word(
@@ -32,23 +32,30 @@ FSDP: tuple[Option, ...] = (
     Constant("fsdp_state_dict_type", "SHARDED_STATE_DICT"),
 )
 FSDP_COSTLESS = (
-    *("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading"),
+    *("fsdp_transformer_layer_cls_to_wrap", "fsdp_cpu_ram_efficient_loading"),
     *("fsdp_state_dict_type", "fsdp_sync_module_states", "fsdp_use_orig_params", "fsdp_version"),
 )
 
 # Section `parallelism_config`.
 MESH = tuple(count(f"parallelism_config_{axis}_size", axis, 1) for axis in ("dp_replicate", "dp_shard", "tp", "cp"))
+CP_KIND = "parallelism_config_cp_comm_strategy"
 PARALLELISM: tuple[Option, ...] = (
     *MESH,
     # Keys and values travel around the ring, as the cost model assumes.
-    Constant("parallelism_config_cp_comm_strategy", lambda file: "alltoall" if file.best.plan.cp > 1 else None),
+    Constant(CP_KIND, lambda file: "alltoall" if file.best.plan.cp > 1 else None),
 )
-PARALLELISM_COSTLESS = (
-    *("parallelism_config_cp_backend", "parallelism_config_cp_comm_strategy", "parallelism_config_sp_backend"),
+PARALLELISM_COSTLESS = (*("parallelism_config_cp_backend", "parallelism_config_sp_backend"),)
+# Options that no plan has, and the values that are priced; `None` is written for a key without one.
+ASSUMED: tuple[Option, ...] = (
+    Assumed("use_cpu", (False, None), "priced on the device"),
+    Assumed("debug", (False, None), "shapes are checked at every collective; not priced"),
+)
+WRAPPING: tuple[Option, ...] = (
+    Assumed("fsdp_auto_wrap_policy", ("TRANSFORMER_BASED_WRAP", 1, None), "units of one layer each are priced"),
 )
 COSTLESS = (
-    *("compute_environment", "debug", "downcast_bf16", "enable_cpu_affinity", "machine_rank", "main_process_ip"),
-    *("main_process_port", "main_training_function", "num_machines", "rdzv_backend", "same_network", "use_cpu"),
+    *("compute_environment", "downcast_bf16", "enable_cpu_affinity", "machine_rank", "main_process_ip"),
+    *("main_process_port", "main_training_function", "num_machines", "rdzv_backend", "same_network"),
     *("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "gpu_ids", "fp8_config", "tpu_name", "tpu_zone"),
     *(
         "rdzv_conf",

@@ -19,7 +19,9 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.accelerate.export import YAML
 from autoplan.frameworks.accelerate.options import (
+    ASSUMED,
     COSTLESS,
+    CP_KIND,
     FSDP1,
     FSDP_COSTLESS,
     MESH,
@@ -28,12 +30,13 @@ from autoplan.frameworks.accelerate.options import (
     PRECISION,
     RECOMPUTE,
     RESHARD,
+    WRAPPING,
 )
 from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
-from autoplan.frameworks.common.option_table import Fields, read_fields
+from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml, show, typed
-from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell import script_of
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.deepspeed import read as deepspeed
 from autoplan.frameworks.fsdp2.options import read_offload
@@ -76,6 +79,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     started = None if _LAUNCH.search(text) is None else _of_script(text, context)
     options = Options.of_table(parse_yaml(text, "the file") if started is None else started.table)
     options.pass_over(*COSTLESS)
+    remark_assumed(ASSUMED, options)
     kind = options.word("distributed_type", {word: word for word in ("FSDP", "MULTI_GPU", "NO", "DEEPSPEED")})
     beside_file = _options_beside(context) if started is None else None
     program = (started.settings() if started else _settings(beside_file) if beside_file else {}) | dict(
@@ -293,7 +297,7 @@ def _options_beside(context: LaunchContext) -> Options | None:
 
 def _of_script(text: str, context: LaunchContext) -> _Started:
     """Parse the accelerate command of a script."""
-    script = read_script(text, context.variables, context.folder)
+    script = script_of(text, context)
     before, words = started(script, Entry(_launch_at, lambda inner: _LAUNCH.search(inner) is not None), context)
     if words is None:
         raise InputError("no command is accelerate launch")
@@ -393,6 +397,8 @@ def _mesh(table: Options, num_devices: int, kind: str) -> Fields:
     """Return the degree of every axis; if none is set, all ranks shard (FSDP) or replicate."""
     mesh = read_fields(MESH, table)
     table.pass_over(*PARALLELISM_COSTLESS)
+    if table.text(CP_KIND, "allgather") != "alltoall" and mesh["cp"] > 1:  # the default of utils/dataclasses.py
+        table.remark(CP_KIND, "keys and values are priced as passed around a ring", default="allgather")
     if table.count("parallelism_config_sp_size", 1) > 1:
         raise InputError("parallelism_config_sp_size > 1 runs with DeepSpeed: read its file")
     product = math.prod(mesh.values())
@@ -408,6 +414,7 @@ def _mesh(table: Options, num_devices: int, kind: str) -> Fields:
 def _states(table: Options, mesh: Fields) -> Fields:
     """Return what FSDP shards and recomputes; FSDP1 is read as FSDP2."""
     table.pass_over(*FSDP_COSTLESS)
+    remark_assumed(WRAPPING, table)
     strategy = RESHARD if table.count("fsdp_version", 1) == 2 else FSDP1
     if table.value(strategy.key) in ("HYBRID_SHARD", 4):
         raise InputError(f"{strategy.key} HYBRID_SHARD: say the copies with parallelism_config of FSDP2")

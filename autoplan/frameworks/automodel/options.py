@@ -31,10 +31,11 @@ DISTRIBUTED: tuple[Option, ...] = (
     Assumed("enable_async_tensor_parallel", (False, None), "priced without it"),
     Assumed("enable_compile", (False, None), "priced as not compiled"),
     Assumed("use_hf_tp_plan", (False, None), "priced with its own plan"),
+    Assumed("defer_fsdp_grad_sync", (True, None), "gradients are priced as reduced once a step"),
+    Assumed("defer_rs_grad_accum", (True, None), "gradients are priced as reduced once a step"),
 )
 DISTRIBUTED_COSTLESS = (
-    *("strategy", "dp_size", "backend", "enable_fsdp2_prefetch", "patch_is_packed_sequence", "defer_fsdp_grad_sync"),
-    *("timeout_minutes", "defer_rs_grad_accum"),
+    *("strategy", "dp_size", "backend", "patch_is_packed_sequence", "timeout_minutes", "enable_fsdp2_prefetch"),
 )
 # Values of `model.backend.dispatcher`; the default is deepep, as in its recipes.
 DISPATCHERS = {"deepep": Dispatcher.DEEPEP, "hybridep": Dispatcher.HYBRIDEP, "torch": Dispatcher.ALL_TO_ALL}

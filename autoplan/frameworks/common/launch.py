@@ -17,7 +17,7 @@ class LaunchContext:
     """Context of a launch file: values from the user, which override the file.
 
     Some formats contain no model or no number of devices.  `variables` are shell variables by name; `folder` contains
-    the files next to the script.
+    the files next to the script; `assumed` decides a condition that only a running shell knows.
     """
 
     model: ModelSpec | None = None
@@ -27,6 +27,7 @@ class LaunchContext:
     has_lengths: bool = False  # of samples
     variables: tuple[tuple[str, str], ...] = ()
     folder: Path | None = None
+    assumed: tuple[str, bool] | None = None  # an undecided condition of a script, and whether it holds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -244,7 +244,7 @@ class Options:
             if key in self._inside:
                 yield from self._inside[key]._unread(harmless)
             elif self.has(key) and key not in self.understood | self._costless:
-                costs = harmless is None or harmless.match(key) is None
+                costs = harmless is None or harmless.fullmatch(key) is None
                 why = NOT_KNOWN if costs else COSTS_NOTHING
                 yield Unread(option=argument.option, value=argument.text, why=why, matters=costs)
 

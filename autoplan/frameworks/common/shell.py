@@ -16,7 +16,8 @@ from pathlib import Path, PurePath
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
-from autoplan.frameworks.common.launch import Unread
+from autoplan.frameworks.common.environment import unread_variables
+from autoplan.frameworks.common.launch import LaunchContext, Unread
 from autoplan.frameworks.common.shell_tokens import ASSIGNMENT, MAX_DEPTH, NAME, Token, tokens_of
 from autoplan.frameworks.common.shell_words import MAX_CHARACTERS, Value, Variables, is_number, is_open
 
@@ -33,6 +34,7 @@ _DIRECTIVES = {
 }
 SUFFIXES = (".sh", ".slurm", ".sbatch", ".bash")  # of scripts
 FIRST_ROUND = " (the first round is read)"  # behind the name of a loop's variable
+UNDECIDED = "only known in a running shell"  # why a condition is listed
 _OF_A_JOB = (*_NODES, *_GPUS, *_TASKS)
 _SUBMISSION = re.compile(r"=\"?\$\(((?:.*[ /;&])?(?:sbatch|qsub) .*)\)\"?$", re.DOTALL)  # of a job whose number is kept
 MAX_SOURCED = 20  # scripts that one script may source
@@ -57,29 +59,45 @@ class Command:
 class Script:
     """Content of a script: its commands in order, its variables at the end, and what could not be decided.
 
-    `missing` are the scripts that it sources and that were not found.
+    `missing` are the scripts that it sources and that were not found, `environment` what its commands may see.
     """
 
     commands: list[Command] = field(default_factory=list)
     variables: dict[str, Value] = field(default_factory=dict)
     open: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def unread(self) -> list[Unread]:
-        """Return the conditions and files that were not read."""
+        """Return the conditions, files and variables of the environment that were not read."""
         why = "not found beside this file: pass --set NAME=VALUE for what it sets"
         return [
-            *(Unread(option=item, value="", why="only known in a running shell", matters=False) for item in self.open),
+            *(Unread(option=item, value="", why=UNDECIDED, matters=False) for item in dict.fromkeys(self.open)),
             *(Unread(option=f"source {file}", value="", why=why) for file in self.missing),
+            *unread_variables(self.environment),
         ]
 
 
-def read_script(text: str, fixed: Sequence[tuple[str, str]] = (), folder: Path | None = None) -> Script:
-    """Commands of a bash script in `folder` with Slurm's directives; it assigns none of the `fixed` variables."""
+def read_script(
+    text: str,
+    fixed: Sequence[tuple[str, str]] = (),
+    folder: Path | None = None,
+    assumed: tuple[str, bool] | None = None,
+) -> Script:
+    """Commands of a bash script in `folder` with Slurm's directives; it assigns none of the `fixed` variables.
+
+    Of a condition that only a running shell decides no branch is read, unless `assumed` says whether it holds.
+    """
     variables = Variables(slurm_variables(text), dict(fixed))
-    state = _State(variables, folder)
+    state = _State(variables, folder, assumed)
     state.run(text, 0)
-    return Script(state.commands, variables.values, state.open, state.missing)
+    environment = {name: value for command in state.commands for name, value in command.environment}
+    return Script(state.commands, variables.values, state.open, state.missing, environment)
+
+
+def script_of(text: str, context: LaunchContext) -> Script:
+    """Commands of a script of a launch."""
+    return read_script(text, context.variables, context.folder, context.assumed)
 
 
 def slurm_variables(text: str) -> dict[str, Value]:
@@ -96,8 +114,8 @@ def slurm_variables(text: str) -> dict[str, Value]:
 class _State:
     """Commands so far.  Of loops the first round is read, of conditions the branch that holds."""
 
-    def __init__(self, variables: Variables, folder: Path | None) -> None:
-        self._variables, self._folder = variables, folder
+    def __init__(self, variables: Variables, folder: Path | None, assumed: tuple[str, bool] | None) -> None:
+        self._variables, self._folder, self._assumed = variables, folder, assumed
         self._num_sourced = 0
         self._exported: set[str] = set()
         self._exports_all = False
@@ -139,6 +157,8 @@ class _State:
                 command, at = self._simple(tokens, at)
                 status = self._do(command, depth) if runs and goes_on else None
                 if at < len(tokens) and tokens[at].raw in _LIST and tokens[at].kind == "operator":
+                    if status is None and runs and goes_on and command and command[0].raw in ("[", "[[", "test"):
+                        status = self._undecided(command, f" {tokens[at].raw}")
                     # What is joined by && follows unless the first part is known to fail; || only where it is.
                     goes_on = goes_on and (status is not False if tokens[at].raw == "&&" else status is False)
         return at
@@ -173,8 +193,7 @@ class _State:
             start = at
             at = self._block(tokens, at, ("then",), False, depth) + 1
             holds = self._condition(tokens[start : at - 1]) if runs and decided is False else False
-            if holds is None:
-                self._undecided(tokens[start : at - 1])
+            if holds is None and (holds := self._undecided(tokens[start : at - 1], "if ")) is None:
                 decided = None
             at = self._block(tokens, at, ("elif", "else", "fi"), runs and decided is False and holds is True, depth)
             decided = True if decided is False and holds else decided
@@ -185,9 +204,14 @@ class _State:
             at += 1
         return at
 
-    def _undecided(self, tokens: list[Token]) -> None:
-        words = " ".join(token.raw for token in tokens if token.raw.strip("\n;"))
-        self.open.append(f"if {words[:60]}")
+    def _undecided(self, tokens: list[Token], joint: str) -> bool | None:
+        """Note a condition that only a running shell decides; return what is assumed of it, if anything is."""
+        words = " ".join(token.raw for token in tokens if token.raw.strip("\n;"))[:60]
+        condition = f"{joint}{words}" if joint.startswith("if") else f"{words}{joint}"
+        if self._assumed is not None and self._assumed[0] == condition:
+            return self._assumed[1]
+        self.open.append(condition)
+        return None
 
     def _loop(self, tokens: list[Token], at: int, runs: bool, depth: int) -> int:
         start = at
@@ -213,8 +237,11 @@ class _State:
 
     def _case(self, tokens: list[Token], at: int, runs: bool, depth: int) -> int:
         subject = self._variables.text(tokens[at].raw) if at < len(tokens) else ""
+        takes_first = False
         if is_open(subject):
-            self.open.append(f"case {subject[:60]} (read as none of those that are named)")
+            condition = f"case {subject[:60]} (read as none of those that are named)"
+            takes_first = self._assumed == (condition, True)
+            self.open += [condition] * (not takes_first)
         at += 1
         has_matched = False
         while at < len(tokens) and tokens[at].raw in ("in", "\n"):
@@ -225,7 +252,7 @@ class _State:
                 if tokens[at].kind == "word":
                     patterns.append(self._variables.text(tokens[at].raw))
                 at += 1
-            holds = not has_matched and any(fnmatchcase(subject, pattern) for pattern in patterns)
+            holds = not has_matched and (takes_first or any(fnmatchcase(subject, pattern) for pattern in patterns))
             has_matched = has_matched or holds
             at = self._block(tokens, at + 1, (";;", "esac"), runs and holds, depth)
             while at < len(tokens) and tokens[at].raw in (";;", "\n"):

@@ -10,7 +10,7 @@ from pathlib import Path, PurePath
 
 from autoplan.frameworks.common.beside import path_beside
 from autoplan.frameworks.common.launch import LaunchContext, Unread
-from autoplan.frameworks.common.shell import FIRST_ROUND, SUFFIXES, Command, Script, read_script, slurm_variables
+from autoplan.frameworks.common.shell import FIRST_ROUND, SUFFIXES, Command, Script, script_of, slurm_variables
 from autoplan.frameworks.common.shell_words import is_open
 
 MAX_DEPTH = 5  # scripts that start one another, and commands inside words
@@ -31,7 +31,7 @@ class Started:
 
 def started_scripts(path: Path, text: str, context: LaunchContext) -> list[Started]:
     """Return the scripts beside the one at `path` that it starts, in their order, each as it is started first."""
-    script = read_script(text, context.variables, context.folder)
+    script = script_of(text, context)
     found: dict[Path, Started] = {}
     for started in _started_in(path, script, context, (), 0):
         found.setdefault(started.path, started)
@@ -46,7 +46,7 @@ def _started_in(
         seen = _given_by(command, dict(environment) | dict(command.environment))
         for inner in filter(None, (command.text, *(_command_in(words, at) for at in range(len(words))))):
             if depth < MAX_DEPTH:
-                nested = read_script(inner, [*seen.items(), *context.variables], context.folder)
+                nested = script_of(inner, replace(context, variables=(*seen.items(), *context.variables)))
                 yield from _started_in(path, nested, context, tuple(seen.items()), depth + 1)
         for at, word in enumerate(words if words and words[0] not in _STARTS_NOTHING else ()):
             if word.endswith(SUFFIXES) and not word.startswith("-"):

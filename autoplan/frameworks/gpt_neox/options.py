@@ -102,17 +102,20 @@ ASSUMED: tuple[Assumed, ...] = (
 
 # Keys that affect neither time nor memory of a step.
 HARMLESS = re.compile(
-    r"(min_|max_)?lr(_|$)|warmup|weight_decay|override_lr|use_checkpoint_lr|gradient_clipping|(output_layer_)?init_method|mup_|use_mup"
-    r"|coord_check|save|load|finetune|no_(save|load)|checkpoint_(factor|scale|validation)|extra_save|keep_last|s3_|config_files"
-    r"|data_|train_(iters|epochs|data|label|reward)|(test|valid)_(data|label|reward)|(pos|neg)_(train|test|valid)|weight(ed)?_"
-    r"|split$|mmap|num_workers|use_shared_fs|allow_chopped|eod_mask|short_seq|eval_|exit_|do_(train|valid|test)|iteration"
-    r"|vocab_file|merge_file|tokenizer|log_(dir|interval)|steps_per_print|tensorboard|wandb|use_wandb|comet|use_comet|csv_monitor"
-    r"|git_hash|dump_state|flops_profiler|comms_logger|peak_theoretical|memory_profiling|profile(_step|$)|seed$|scheduler"
-    r"|distributed_backend|hostfile|include|exclude|master_|launcher|deepspeed_(mpi|slurm)|num_nodes|num_gpus|global_num_gpus"
-    r"|force_multi|no_ssh|comment|account|detect_nvlink|local_rank|rank|user_script|adlr_|char_level|text_gen|temperature|top_[pk]"
-    r"|maximum_tokens|prompt_end|sample_|num_samples|recompute$|return_logits|precompute|serve_model|weight_server|online_data"
-    r"|loss_scale|min_scale|hysteresis|dynamic_loss|rms_norm_epsilon|layernorm_epsilon|scalenorm_epsilon|checkpoint$|monitor"
-    r"|dataset_impl|gmlp_|mamba_|te_fp8_(format|wgrad|amax|margin)|dpo_|kto_|kl_|fp32_reinforce|reinforce_|zero_allow_untested"
+    r"(min_|max_)?lr(_\w+)?|warmup|weight_decay(_\w+)?|override_lr_scheduler|use_checkpoint_lr_scheduler|gradient_clipping"
+    r"|(output_layer_)?init_method(_std)?|mup_\w+|use_mup|coord_check|save(_\w+)?|load|finetune|no_(save|load)_\w+"
+    r"|checkpoint_(factor|scale|validation_with_forward_pass)|extra_save_iters|keep_last_n_checkpoints|s3_\w+|config_files"
+    r"|data_(path|impl)|dataset_impl|train_(iters|epochs)|(train|test|valid)_(data|label|reward)_\w+"
+    r"|(pos|neg)_(train|test|valid)_\w+|weight_by_num_documents|weighted_sampler_alpha|split|mmap_warmup|num_workers"
+    r"|use_shared_fs|allow_chopped|eod_mask_loss|short_seq_prob|(eval|exit)_\w+|do_(valid|test)|iteration|vocab_file"
+    r"|merge_file|tokenizer_type|log_(dir|interval)|steps_per_print|tensorboard(_\w+)?|(use_)?(wandb|comet)(_\w+)?|csv_monitor"
+    r"|git_hash|dump_state|flops_profiler|comms_logger|peak_theoretical_tflops|memory_profiling(_path)?|profile(_step_\w+)?"
+    r"|seed|scheduler|distributed_backend|hostfile|master_(addr|port)|launcher|deepspeed_(mpi|slurm)|global_num_gpus"
+    r"|force_multi|no_ssh_check|comment|account|detect_nvlink_pairs|(local_)?rank|user_script|adlr_\w+|char_level_ppl"
+    r"|text_gen_type|temperature|top_[pk]|maximum_tokens|prompt_end|sample_(in|out)put_file|num_samples|recompute"
+    r"|return_logits|serve_model_weights|weight_server_port|online_dataserver_\w+|loss_scale(_window)?|min_scale|hysteresis"
+    r"|dynamic_loss_scale|initial_scale_power|(rms_norm|layernorm|scalenorm)_epsilon|checkpoint|monitor|gmlp_attn_dim"
+    r"|te_fp8_(format|wgrad|amax_\w+|margin)|zero_allow_untested_optimizer"
 )
 
 

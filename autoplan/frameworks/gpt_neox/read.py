@@ -14,7 +14,7 @@ from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Argument, Options, parse_yaml, show
-from autoplan.frameworks.common.shell import SUFFIXES, read_script
+from autoplan.frameworks.common.shell import SUFFIXES, script_of
 from autoplan.frameworks.deepspeed.read import COSTLESS_PRECISION, read_states, remark_unpriced
 from autoplan.frameworks.gpt_neox.options import (
     ACCUMULATION,
@@ -102,7 +102,7 @@ def _options(text: str, context: LaunchContext) -> tuple[Options, int | None]:
     """Return the options of all files together, and the devices if a script sets their number."""
     devices, missing = None, list[Unread]()
     if _COMMAND.search(text) and not _KEY.search(text):
-        script = read_script(text, context.variables, context.folder)
+        script = script_of(text, context)
         _, words = started(script, Entry(_deepy_at, lambda inner: "deepy.py" in inner), context)
         if words is None:
             raise InputError("no command of the script starts deepy.py")

@@ -22,6 +22,7 @@ from autoplan.frameworks.fsdp2.options import STAY_GATHERED, is_fetched, read_of
 from autoplan.frameworks.hf_trainer.options import (
     ACCUMULATION,
     ASSUMED,
+    FSDP_ASSUMED,
     FSDP_COSTLESS,
     HARMLESS,
     MICRO_BATCH,
@@ -263,6 +264,7 @@ def _states(options: Options, mesh: Fields, context: LaunchContext, *, turns_on:
     if options.value("fsdp") in (False, "") or not uses_fsdp:
         return _copies(options, mesh, context)
     section.pass_over(*FSDP_COSTLESS)
+    remark_assumed(FSDP_ASSUMED, section)
     if section.flag("xla_fsdp_v2"):
         section.remark("xla_fsdp_v2", SPMD)
     version = section.optional_count("version", options.optional_count("fsdp_version", None)) or 2

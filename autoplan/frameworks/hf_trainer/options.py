@@ -38,10 +38,15 @@ WRITTEN_OPTIM = {
 
 # Keys of section `fsdp_config`, without "fsdp_", that affect neither time nor memory of a step.
 FSDP_COSTLESS = (
-    *("auto_wrap_policy", "transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "state_dict_type", "xla"),
-    *("sync_module_states", "use_orig_params", "version", "final_state_dict_type", "min_num_params"),
+    *("transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "state_dict_type", "xla"),
+    *("sync_module_states", "use_orig_params", "version", "final_state_dict_type"),
     *("xla_fsdp_settings", "limit_all_gathers"),
     *("backward_prefetch", "forward_prefetch"),
+)
+_UNITS = "units of one layer each are priced"
+FSDP_ASSUMED = (
+    Assumed("auto_wrap_policy", ("TRANSFORMER_BASED_WRAP", "transformer_based_wrap", 1, None), _UNITS),
+    Assumed("min_num_params", (0, None), _UNITS),
 )
 # Why XLA's single program over all devices is listed (transformers/trainer.py, `tpu_spmd_dataloader`).
 SPMD = "the batch of a device is shared by all devices under SPMD: priced as that of each"
@@ -60,6 +65,9 @@ ASSUMED: tuple[Option, ...] = (
     Assumed("ddp_bucket_cap_mb", (25, None), "priced as 25"),
     Assumed("spmd_2d_sharding", (None, 0), SPMD),
     Assumed("activation_offloading", (False, None), "activations are priced on the device"),
+    Assumed("use_cpu", (False, None), "priced on the device"),
+    Assumed("no_cuda", (False, None), "priced on the device"),
+    Assumed("use_mps_device", (False, None), "priced on the device"),
 )
 # Kernels of attention (transformers/modeling_utils.py, attn_implementation; kernels-community on the hub): sdpa is what
 # torch has.
@@ -92,11 +100,11 @@ HARMLESS = re.compile(
     r"|logging_\w+|log_\w+|log|report_to|run_name|project|trackio_\w+|wandb\w*|swanlab\w*|comet_\w+|mlflow_\w+|eval\w*"
     r"|evaluation_strategy|save\w*|push_to_hub|hub_\w+|load_best_model_at_end|metric_for_best_model|greater_is_better"
     r"|resume_from_checkpoint|dataloader_\w+|remove_unused_columns|ddp_(timeout|backend|broadcast_buffers)|local_rank"
-    r"|skip_memory_metrics|disable_tqdm|dataset\w*|datasets|data_\w+|train_file|validation_file|prediction_loss_only"
+    r"|skip_memory_metrics|disable_tqdm|dataset\w*|data_(path|paths|dir|file|files|root|seed|name|config|mix\w*|num_\w+|ratio\w*|split\w*|cache\w*|version)|train_file|validation_file|prediction_loss_only"
     r"|preprocessing_num_workers|max_(train|eval|predict)?_?samples|cache_dir|trust_remote_code|model_revision"
     r"|use_fast_tokenizer|tokenizer\w*|template|chat_template\w*|system\w*|plot_loss|include_\w+|full_determinism"
     r"|per_device_eval_batch_size|(bf|fp)16_full_eval|neftune_noise_alpha|gradient_checkpointing_kwargs|ignore_data_skip|length_column_name"
-    r"|average_tokens_across_devices|use_cpu|debug|truncation_mode|overwrite_cache|adapter_name_or_path|token"
+    r"|average_tokens_across_devices|debug|truncation_mode|overwrite_cache|adapter_name_or_path|token"
     r"|fsdp_transformer_layer_cls_to_wrap|packing_strategy|pad_token|eos_token|special_tokens|tokens|completion_only_loss|assistant_only_loss)$"
 )
 

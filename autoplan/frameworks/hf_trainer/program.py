@@ -9,15 +9,18 @@ from __future__ import annotations
 import ast
 import re
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import LaunchContext, Unread
 from autoplan.frameworks.common.literals import RUNNING, Built, dotted, parsed
 from autoplan.frameworks.common.options import Argument, Options, Unknown, show
 from autoplan.frameworks.common.program import calls_of, source_of, stated
 from autoplan.frameworks.common.program_arguments import arguments_of
 from autoplan.frameworks.hf_trainer.options import HELD_KEYS
+from autoplan.frameworks.hf_trainer.own_steps import own_steps
 from autoplan.readers.finetuning import PEFT_ALPHA, PEFT_RANK
 
 _OBJECTIVES = "SFT|DPO|Reward|GRPO|KTO|ORPO|CPO|PPO|RLOO|GKD|BCO|XPO|OnlineDPO"  # of TRL, in names of classes
@@ -126,6 +129,7 @@ def options_of_program(text: str, context: LaunchContext, given: Options | None 
             why = "priced as made, which depends on this condition"
             remarks.append(Unread(option=_class(call), value=call.condition, why=why))
     own |= {key: value for key, value in made[0].named.items() if value is not None}
+    remarks += own_steps(parsed(source, "the file"), source, lambda module: module_beside(module, context.folder))
     if "unsloth" in source:
         remarks.append(Unread(option="unsloth", value="", why="priced with the kernels of transformers"))
     arguments = _arguments(table, variables)
@@ -137,6 +141,12 @@ def options_of_program(text: str, context: LaunchContext, given: Options | None 
             options.value(key)  # raises an error for what is not known
     options.remarks += dict.fromkeys(remarks)
     return options, f"{objective.lower() or 'train'}.py"
+
+
+def module_beside(module: str, folder: Path | None) -> str | None:
+    """Return the text of a module that a program imports, if it lies in the folder of the launch file or above it."""
+    content = read_beside(f"{module.replace('.', '/')}.py", folder)
+    return content[0] if content else None
 
 
 def _of_command(given: Options) -> tuple[dict[str, str], list[str]]:

@@ -11,7 +11,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import LaunchContext, Unread
 from autoplan.frameworks.common.options import Argument, Options, Unknown, parse_json, parse_yaml, show
-from autoplan.frameworks.common.shell import Script, read_script
+from autoplan.frameworks.common.shell import Script, script_of
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.hf_trainer.options import SPMD
 from autoplan.frameworks.hf_trainer.program import makes_arguments, options_of_program, trains
@@ -85,7 +85,7 @@ def program_beside(name: str, folder: Path | None) -> str | None:
 def starts_program(text: str, context: LaunchContext) -> bool:
     """Return whether a command of a script starts a program in its folder that trains."""
     try:
-        script = read_script(text, context.variables, context.folder)
+        script = script_of(text, context)
     except (InputError, RecursionError):
         return False
     return any(program_at(command.words, folder=context.folder) is not None for command in script.commands)
@@ -112,7 +112,7 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     Positional YAML or JSON files next to the script are read too; command-line arguments take precedence over them.
     Raises InputError if no command starts such a program.
     """
-    script = read_script(text, context.variables, context.folder)
+    script = script_of(text, context)
     names = (BATCH, ".py", *programs)
     entry = Entry(
         lambda words: program_at(words, programs, context.folder), lambda inner: any(name in inner for name in names)

@@ -15,7 +15,7 @@ from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread, priced_as_even
 from autoplan.frameworks.common.option_table import Fields, read_fields
 from autoplan.frameworks.common.options import Argument, Options, Unknown, parse_yaml, show
-from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell import script_of
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.maxtext.options import (
     ACCUMULATION,
@@ -107,7 +107,7 @@ def read(text: str, context: LaunchContext) -> Launch:
 def _options(text: str, context: LaunchContext) -> Options:
     if not _COMMAND.search(text) or _KEY.search(text):
         return Options.of_table(_with_base(parse_yaml(text, "MaxText configuration"), context))
-    script = read_script(text, context.variables, context.folder)
+    script = script_of(text, context)
     before, words = started(script, Entry(_program_at, lambda inner: _COMMAND.search(inner) is not None), context)
     if words is None:
         raise InputError("no command of the script starts a train program of MaxText")

@@ -16,7 +16,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.literals import RUNNING, Built, Module
 from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
-from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell import script_of
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
@@ -123,7 +123,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     devices = None
     recipe = _Recipe()
     if any(entry in text for entry in ENTRIES) and not _PYTHON.search(text):
-        script = read_script(text, context.variables, context.folder)
+        script = script_of(text, context)
         before, words = started(script, named(ENTRIES), context)
         if words is None:
             raise InputError("no command of the script starts run_recipe.py")

@@ -31,6 +31,8 @@ def launch_of(
     schedule: Schedule | None = None,
 ) -> Launch:
     """Return the launch of arguments: `base` is the model to start from, `schedule` a schedule of another framework."""
+    if nothing := next((key for key in ("skip_train", "eval_only", "debug_rollout_only") if arguments.flag(key)), None):
+        raise InputError(f"{arguments.name(nothing)}: nothing is trained")
     seq_len = context.seq_len or arguments.optional_count("seq_length")
     arguments.value("seq_length")
     if seq_len is None:

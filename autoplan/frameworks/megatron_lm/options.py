@@ -379,19 +379,27 @@ UNWRITTEN: Line = (
 # fmt: on
 
 # Options that affect neither time nor memory of a step, or so little that the user may choose them freely.
+# Whole names, or families of them: an option of a fork that only begins alike is listed.
 HARMLESS = re.compile(
-    r"(min_|decoupled_|decoupled_min_|head_)?lr(_|$)|adam_|sgd_|weight_decay|start_weight|end_weight|clip_grad|override_opt|use_checkpoint_(lr|opt)"
-    r"|save|load|no_save|no_load|ckpt|dist_ckpt|auto_detect_ckpt|async_save|use_persistent_ckpt|finetune|pretrained"
-    r"|exit_on_missing|log_|logging|tensorboard|wandb|mlflow|one_logger|enable_one_logger|timing_log|seed$|data_|mock_data"
-    r"|train_(iters|samples|data)|valid_(data|num_workers)|(train|valid|test)_weighted_split|test_data|per_split|num_dataset|dataloader|num_workers|split$|mmap_bin|eod_mask"
-    r"|reset_(position|attention)|create_attention_mask|tokenizer|vocab_file|merge_file|tiktoken|trust_remote"
-    r"|init_method|perform_initialization|eval_|exit_|distributed_(timeout|backend)|loss_scale|initial_loss|min_loss|hysteresis"
-    r"|rerun|error_injection|check_for|norm_epsilon|layernorm_epsilon|use_mcore_models|deprecated_use_mcore|transformer_impl"
-    r"|manual_gc|profile|use_pytorch_profiler|rotary_(percent|interleaved|scaling)|rope_type|rope_scaling|mscale|use_rope|yarn"
-    r"|moe_(aux_loss|z_loss|router_(load|score|topk_scaling|dtype|num_groups|group_topk|pre_|enable|bias|force))"
-    r"|moe_per_layer|mtp_loss|attention_softmax_in|enable_experimental|accumulate_allreduce|add_position_embedding|add_class"
-    r"|fp8_(amax|margin|interval)|te_rng|use_te_rng|glu_linear|enable_gpt_oss"
-    r"|auto_continue|skip_train|comment|no_persist|stderr_sink|disable_(tensorboard|wandb|mlflow|last_saving)|debug|env_vars|dump"
+    r"(min_|decoupled_|decoupled_min_|head_)?lr(_\w+)?|(adam|sgd)_\w+|((start|end)_)?weight_decay(_incr_style)?|clip_grad"
+    r"|override_opt_(param_)?scheduler|use_checkpoint_(lr|opt_param|opt)_scheduler|save(_\w+)?|load(_(tag|main_params_from_ckpt))?"
+    r"|load_(model_opt_format|debug_rollout_data\w*)|no_(save|load)_\w+|(dist_)?ckpt_\w+|auto_detect_ckpt_format|async_save"
+    r"|async_ckpt_\w+|use_persistent_ckpt_worker|finetune|pretrained_checkpoint|exit_on_missing_checkpoint"
+    r"|(log|logging|tensorboard|wandb|mlflow|one_logger|timing_log)_\w+|enable_one_logger|(\w+_)?seed|mock_data"
+    r"|finetune_data_\w+|data_parallel_random_init|data_(path|dir|impl|cache_path|source_path|args_path|file_list\w*|per_class_fraction)|train_(iters|samples)"
+    r"|(train|valid|test)_(data|data_path|data_exact_num_epochs|num_workers)|(train|valid|test)_weighted_split_paths(_path)?"
+    r"|per_split_data_args_path|num_dataset_builder_threads|dataloader_(type|seed|save|fast_cache_load|defer_npy_index_mmap)"
+    r"|num_workers|split|(no_)?mmap_bin\w*|eod_mask_loss|reset_(position_ids|attention_mask)|create_attention_mask\w*"
+    r"|(tokenizer|tiktoken)_\w+|trust_remote_code|vocab_file|merge_file|(\w+_)?init_method(_\w+)?|perform_initialization"
+    r"|eval_(?!only|fp32)\w+|exit_\w+|distributed_(timeout\w*|backend)|(initial_|min_)?loss_scale(_window)?|min_loss_scale"
+    r"|hysteresis|rerun_\w+|error_injection_\w+|check_for_\w+|(norm|layernorm)_epsilon|(deprecated_)?use_mcore_models"
+    r"|transformer_impl|manual_gc(_\w+)?|profile(_(ranks|step_start|step_end|steps|log_ranks|target))?|use_pytorch_profiler"
+    r"|rotary_(percent|interleaved|scaling_factor)|rope_(type|scaling_factor|scaling)|mscale(_all_dim)?|use_(rope_scaling|rotary\w*)"
+    r"|yarn_\w+|moe_(aux_loss|z_loss)_\w+|moe_router_(load_balancing_type|score_function|topk_scaling_factor|dtype|num_groups"
+    r"|group_topk|pre_softmax|enable_expert_bias|bias_update_rate|force_load_balancing|force_biased)|moe_per_layer_logging"
+    r"|mtp_loss_\w+|attention_softmax_in_fp32|enable_experimental|accumulate_allreduce\w*|(no_)?add_position_embedding"
+    r"|add_class_\w+|fp8_(amax\w*|margin|interval)|(use_)?te_rng_tracker|glu_linear\w*|enable_gpt_oss|auto_continue_train"
+    r"|comment|no_persist_layer_norm|stderr_sink|disable_(tensorboard|wandb|mlflow|last_saving)\w*|env_vars|dump_\w+"
 )
 
 # -- all of them ------------------------------------------------------------------------------------------------------

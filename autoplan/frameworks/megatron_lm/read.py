@@ -10,7 +10,7 @@ from itertools import pairwise
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.options import NOT_KNOWN, Argument, Options, Unknown, typed
-from autoplan.frameworks.common.shell import Command, Script, read_script
+from autoplan.frameworks.common.shell import Command, Script, script_of
 from autoplan.frameworks.common.shell_words import is_one_word, is_open
 from autoplan.frameworks.megatron_lm import with_slime
 from autoplan.frameworks.megatron_lm.launch import launch_of
@@ -54,7 +54,7 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of a script or a list of options."""
-    script = read_script(text, context.variables, context.folder)
+    script = script_of(text, context)
     program = None
     if not text.lstrip().startswith("--"):
         before, words = started(script, named(ENTRIES), context)
@@ -161,7 +161,7 @@ def started(
         if (at := entry.position(command.words)) is not None:
             start = (command.words[: at + 1], command.words[at + 1 :])
         elif depth < 5 and (inner := _inner(command, entry)) is not None:
-            nested = read_script(inner, [*context.variables, *_texts(script)], context.folder)
+            nested = script_of(inner, replace(context, variables=(*context.variables, *_texts(script))))
             before, words = started(nested, entry, context, depth + 1)
             if words is not None:
                 start = ((*command.words, *before), words)

@@ -16,7 +16,7 @@ from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, priced_as_even
 from autoplan.frameworks.common.options import Argument, Options, parse_json, show
-from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell import script_of
 from autoplan.frameworks.hf_trainer.launch import Program, launch_of, model_of, stage_table
 from autoplan.frameworks.hf_trainer.options import HARMLESS, is_on
 from autoplan.frameworks.hf_trainer.script import devices_of, has_batch, of_script
@@ -99,7 +99,7 @@ def _finetuning(options: Options, default: str) -> FineTuning | None:
 
 
 def _with_megatron(text: str, context: LaunchContext) -> Launch:
-    script = read_script(text, context.variables, context.folder)
+    script = script_of(text, context)
 
     def position(words: Sequence[str]) -> int | None:
         pairs = [(first, name) for name in ("sft", "pt") for first in ("megatron", "-m")]

@@ -19,7 +19,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unr
 from autoplan.frameworks.common.literals import Built, Module
 from autoplan.frameworks.common.option_table import read_fields
 from autoplan.frameworks.common.options import Options, Unknown, show
-from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell import script_of
 from autoplan.frameworks.fsdp2.options import read_offload
 from autoplan.frameworks.torchtitan.command_line import (
     OLD_FILE,
@@ -278,7 +278,7 @@ def _read_model(content: Content, spec: Any, function: str) -> None:
 
 
 def _of_script(text: str, context: LaunchContext) -> Content:
-    script = read_script(text, context.variables, context.folder)
+    script = script_of(text, context)
     command = next((item for item in script.commands if training_program(item) is not None), None)
     if command is None:
         raise InputError("no command starts torchtitan.train or run_train.sh")

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
+from autoplan.frameworks.common.option_table import Assumed, remark_assumed
 from autoplan.frameworks.common.options import Argument, Options, Unknown, parse_yaml
-from autoplan.frameworks.common.shell import read_script
+from autoplan.frameworks.common.shell import script_of
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.hf_trainer.launch import model_of
 from autoplan.frameworks.hf_trainer.script import devices_of
@@ -45,7 +46,15 @@ _HARMLESS = re.compile(
     r"(trainer|profiler|global_profiler|model_engine|checkpoint|algorithm|reward\w*|critic|ray_kwargs)\b|data\.(?!train_batch|max_|micro)|engine$|optim$|model$"
     r"|optim\.(lr|min_lr|weight_decay|betas|clip_grad|lr_\w+)|model\.(path|trust_remote_code|lora\.alpha|use_remove_padding)"
     r"|engine\.(use_mbridge|vanilla_mbridge|seed|use_dist_checkpointing|dist_checkpointing_\w+)"
-    r"|actor_rollout_ref\.(actor\.(?!megatron|ppo_m)|rollout|ref|hybrid_engine|nccl_timeout)"
+    r"|actor_rollout_ref\.(rollout|ref|hybrid_engine|nccl_timeout)|actor_rollout_ref\.actor\.(_target_|strategy|ppo_epochs"
+    r"|clip_ratio|policy_loss|loss_agg_mode|loss_scale_factor|kl_loss_|use_kl_loss|shuffle|data_loader_seed|checkpoint"
+    r"|optim|profiler|rollout_n|tis_|grad_clip|load_weight|use_torch_compile|fsdp|calculate_entropy|ppo_max_token_len)"
+)
+_ACTOR = "actor_rollout_ref.actor."
+_ASSUMED = (  # settings of an actor's loss (trainer/config/actor/actor.yaml)
+    Assumed(f"{_ACTOR}entropy_coeff", (0, 0.0, None), "the loss is priced without the entropy of the logits"),
+    Assumed(f"{_ACTOR}freeze_vision_tower", (False, None), "all weights are priced as trained"),
+    Assumed(f"{_ACTOR}use_fused_kernels", (False, None), "the loss is priced with whole logits"),
 )
 
 
@@ -61,7 +70,7 @@ def recognises(name: str, text: str) -> bool:
 
 def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of the last command of a script that starts a trainer."""
-    script = read_script(text, context.variables, context.folder)
+    script = script_of(text, context)
     entry = Entry(_position, lambda inner: _SFT in inner or _PPO in inner)
     before, words = started(script, entry, context)
     if words is None:
@@ -72,6 +81,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     arguments = Options(_arguments(settings), DEFAULTS, way_out="pass --model")
     for key in [key for key in arguments.arguments if _HARMLESS.match(key)]:
         arguments.pass_over(key)
+    remark_assumed(_ASSUMED, arguments)
     if before[-1] == _PPO:
         why = "the update of the actor alone is priced: rollout, reference and rewards are left alone"
         arguments.remarks.append(Unread(option=_PPO, value="", why=why, matters=False))

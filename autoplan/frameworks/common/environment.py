@@ -1,0 +1,45 @@
+"""Variables of the environment that choose kernels, links or wrappers, whatever the options of a program say.
+
+Transformer Engine's are in its docs/envvars.rst, NCCL's in its user guide, accelerate's in its utils/dataclasses.py,
+LLaMA-Factory's in its extras/misc.py and launcher.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from autoplan.frameworks.common.launch import Unread
+
+_OFF = ("", "0", "false", "no", "off")
+# (names, why a value other than "off" matters)
+_WHEN_ON: tuple[tuple[str, str], ...] = (
+    (r"NCCL_(P2P|IB|SHM)_DISABLE", "links are priced as used"),
+    (r"NCCL_(ALGO|PROTO|MIN_NCHANNELS|MAX_NCHANNELS|MAX_CTAS)", "collectives are priced as NCCL chooses them"),
+    (r"CUDA_LAUNCH_BLOCKING|(TORCH_)?NCCL_BLOCKING_WAIT", "the host is priced as running ahead of the device"),
+    (r"(TORCH_COMPILE|TORCHDYNAMO)_DISABLE", "compiled functions are priced as compiled"),
+    (r"NVTE_(DEBUG_QUANTIZATION|\w+_SM_MARGIN|WITH_NVSHMEM|CPU_OFFLOAD_V1)", "Transformer Engine is priced without it"),
+    (r"(ACCELERATE|FSDP|PARALLELISM_CONFIG)_\w+", "accelerate takes it for an option, which is not read"),
+    (r"USE_(MCA|MEGATRON_BRIDGE|RAY|V1)", "LLaMA-Factory trains with other code, which is not read"),
+)
+# (names, why "off" matters)
+_WHEN_OFF: tuple[tuple[str, str], ...] = (
+    (r"NVTE_(FLASH|FUSED|UNFUSED)_ATTN", "Transformer Engine may take another kernel of attention than is priced"),
+    (r"NVTE_ALLOW_NONDETERMINISTIC_ALGO", "deterministic kernels are slower than is priced"),
+    (r"NCCL_NVLS_ENABLE|NCCL_CUMEM_ENABLE", "links are priced as used"),
+)
+_HARMLESS = re.compile(
+    r"(ACCELERATE|FSDP)_(LOG_LEVEL|\w*DEBUG\w*|\w*TIMEOUT\w*|CPU_RAM_EFFICIENT_LOADING|DISABLE_RICH|PATH|DIR)"
+)
+
+
+def unread_variables(environment: Mapping[str, str]) -> list[Unread]:
+    """Return the variables of an environment that may change the time or memory of a step."""
+    found: list[Unread] = []
+    for name, value in sorted(environment.items()):
+        is_off = value.strip().casefold() in _OFF
+        table = _WHEN_OFF if is_off else _WHEN_ON
+        why = next((why for names, why in table if re.fullmatch(names, name)), None)
+        if why is not None and not _HARMLESS.fullmatch(name):
+            found.append(Unread(option=name, value=value[:80], why=f"in the environment: {why}"))
+    return found

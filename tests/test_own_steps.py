@@ -1,0 +1,53 @@
+"""What a program does beside its arguments is listed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoplan.api.launch_files import make_context
+from autoplan.frameworks.launch_files import read_launch
+
+PROGRAM = """
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from parts.kernels import faster
+{before}
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Meta-Llama-3-8B", torch_dtype=torch.bfloat16)
+{after}
+arguments = TrainingArguments(output_dir="out", per_device_train_batch_size=2, bf16=True)
+{trainer}(model=model, args=arguments).train()
+"""
+
+
+def listed(folder: Path, *, before: str = "", after: str = "", trainer: str = "Trainer") -> dict[str, str]:
+    """Return the reasons by option of what matters and is not read of a program."""
+    path = folder / "train.py"
+    path.write_text(PROGRAM.format(before=before, after=after, trainer=trainer))
+    launch = read_launch(path, make_context(devices=8, seq_len=2048))
+    return {item.option: item.why for item in launch.unread if item.matters and item.option != "fsdp"}
+
+
+def test_a_plain_program_lists_nothing(tmp_path: Path) -> None:
+    assert listed(tmp_path) == {}
+
+
+def test_frozen_weights_and_compiled_models_are_listed(tmp_path: Path) -> None:
+    after = "for weight in model.parameters():\n    weight.requires_grad = False\nmodel = torch.compile(model)"
+    found = listed(tmp_path, after=after)
+    assert "priced as trained" in found["requires_grad"]
+    assert found["compile()"] == "priced as not compiled"
+
+
+def test_weights_that_stay_trained_are_not_listed(tmp_path: Path) -> None:
+    assert listed(tmp_path, after="model.requires_grad_(True)\nmodel.lm_head.weight.requires_grad = True") == {}
+
+
+def test_a_trainer_of_its_own_is_listed_by_what_it_replaces(tmp_path: Path) -> None:
+    before = "class Own(Trainer):\n    def compute_loss(self, model, inputs):\n        return 0\n"
+    assert "loss of its own" in listed(tmp_path, before=before, trainer="Own")["Own.compute_loss"]
+
+
+def test_another_file_of_the_program_is_listed_where_it_decides_about_a_step(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "kernels.py").write_text("def faster(model):\n    model.gradient_checkpointing_enable()\n")
+    assert "not read" in listed(tmp_path)["parts.kernels"]
