@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
 
-from autoplan.base.units import check_positive
 from autoplan.profiler.contention import BesideProducts
 from autoplan.profiler.protocol import PRODUCTS_S
 from autoplan.profiler.record import SLOWED
@@ -18,11 +17,11 @@ from autoplan.profiler.selection import DISTURBED, may_stand_in
 from autoplan.profiler.store.marks import is_hidden
 from autoplan.profiler.store.rows import shape_of
 from autoplan.profiler.store.schema import records
-from autoplan.spec.measurement import Match, Measurements, TimeRow
-from autoplan.spec.operations import COLLECTIVES, Operation, check_shape
+from autoplan.profiler.store.time_columns import TIMED, measurements_of
+from autoplan.spec.measurement import Match, Measurements
+from autoplan.spec.operations import COLLECTIVES, Operation
 
-_TIMED = ("operation", "shape", "dtype", "seconds", "key", "fingerprint_id", "mode", "status")
-_CHOSEN_BY = (*_TIMED, "kernel", "conditions", "host", "work_hash")
+_CHOSEN_BY = (*TIMED, "kernel", "conditions", "host", "work_hash")
 HOSTS_APART = 1.10  # reported ratio of two hosts' times of one shape; equal devices differ by 5 % (`modelling` C1)
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # for one shape on equally similar machines
 MAX_COMPARED = 5  # newest measurements of one shape, whose median counts
@@ -82,34 +81,33 @@ def choose_timings(
     for level in sorted(set(levels.values())):
         at_level = [number for number, level_of in levels.items() if level_of == level]
         nearer = [number for number, level_of in levels.items() if level_of < level]
-        chosen = _choice(at_level, nearer, usable).subquery()
-        columns = [*(records.c[name] for name in _CHOSEN_BY), chosen.c.repeats]
-        query = select(*columns).join(
-            chosen,
-            and_(
-                records.c.id == chosen.c.id,
-                or_(chosen.c.place == 1, and_(chosen.c.place <= MAX_COMPARED, records.c.mode != "imported")),
-            ),
-        )
-        found = connection.execute(query.order_by(chosen.c.place)).all()
-        rows += (row for row in found if row.repeats == 1 and row.status == "ok")
-        rows += _median_rows((row for row in found if row.repeats > 1 or row.status != "ok"), unread, apart)
-    rows += _stand_ins(connection, levels, usable)
-    measurements = Measurements.of_rows(device, _read(rows, levels, unread))
+        candidates = [records.c.fingerprint_id.in_(at_level), *usable, records.c.status.in_(("ok", *DISTURBED))]
+        if nearer:
+            served = select(records.c.work_hash).where(
+                records.c.fingerprint_id.in_(nearer), *usable, records.c.status == "ok"
+            )
+            candidates.append(records.c.work_hash.not_in(served))
+        of_work = records.c.work_hash
+        num_rows, num_works = connection.execute(
+            select(func.count(), func.count(of_work.distinct())).where(*candidates)
+        ).one()
+        if not num_rows:
+            continue
+        settled = select(records.c.id).where(*candidates, records.c.status == "ok")
+        if num_rows > num_works:
+            repeated = select(of_work).where(*candidates).group_by(of_work).having(func.count() > 1)
+            settled = settled.where(of_work.not_in(repeated))
+            compared = _median_rows(connection.execute(_compared(candidates, repeated)), unread, apart)
+            rows += (row[: len(TIMED)] for row in compared)
+        # By the number of rows, which is their order in the table: by index, each would be looked for there alone.
+        rows += connection.execute(select(*_columns(TIMED)).where(records.c.id.in_(settled))).all()
+    rows += (row[: len(TIMED)] for row in _stand_ins(connection, levels, usable))
+    measurements = measurements_of(device, rows, levels, unread)
     return ChosenTimings(measurements=measurements, hosts_apart=tuple(apart), unread=frozenset(unread))
 
 
-def _read(rows: Iterable[Any], levels: Mapping[int, Match], unread: set[str]) -> Iterator[TimeRow]:
-    """Yield the times of rows; keys of those that this version does not understand become `unread`."""
-    for operation, shape, dtype, seconds, key, number, mode, status, *_ in rows:
-        try:
-            sizes = shape_of(shape)
-            check_shape(operation, sizes)
-            check_positive("seconds", seconds, at_most=1e6)
-        except (ValueError, TypeError):  # damaged: text instead of a number
-            unread.add(key)
-        else:
-            yield operation, dtype, sizes, seconds, key[:12], levels[number], mode != "sustained", status != "ok"
+def _columns(names: Iterable[str]) -> list[ColumnElement[Any]]:
+    return [records.c[name] for name in names]
 
 
 def _median_rows(rows: Iterable[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
@@ -145,17 +143,13 @@ def _median_rows(rows: Iterable[Any], unread: set[str], apart: list[HostsApart])
     return chosen
 
 
-def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[ColumnElement[bool]]) -> Select[Any]:
-    """Return (id, place, repeats) of the records of suitable machines: place 1 is the first choice for its work.
+def _compared(candidates: Sequence[ColumnElement[bool]], repeated: Select[Any]) -> Select[Any]:
+    """Return the query of the records among which `_median_rows` selects, those first that count first.
 
-    `usable` are conditions on records, independent of their status.
-    Work measured by a machine of `nearer` is excluded before sorting, which removes most of a million records.
+    `candidates` are conditions on records, `repeated` is the work that several of these measured.
     """
     is_settled = records.c.status == "ok"
-    settled = and_(is_settled, *usable)
-    measured = select(records.c.work_hash).where(
-        records.c.fingerprint_id.in_(numbers), records.c.mode != "imported", settled
-    )
+    measured = select(records.c.work_hash).where(*candidates, is_settled, records.c.mode != "imported")
     slowed = and_(records.c.status == "contaminated", records.c.reason.startswith(SLOWED))
     restless = and_(
         or_(records.c.status == "unstable", slowed),
@@ -169,14 +163,14 @@ def _choice(numbers: Collection[int], nearer: Collection[int], usable: Sequence[
         records.c.id,
     )
     place = func.row_number().over(partition_by=records.c.work_hash, order_by=order).label("place")
-    repeats = func.count().over(partition_by=records.c.work_hash).label("repeats")
-    query = select(records.c.id, place, repeats).where(
-        records.c.fingerprint_id.in_(numbers), *usable, or_(is_settled, restless)
+    query = select(records.c.id, place).where(*candidates, or_(is_settled, restless), records.c.work_hash.in_(repeated))
+    chosen = query.subquery()
+    is_compared = or_(chosen.c.place == 1, and_(chosen.c.place <= MAX_COMPARED, records.c.mode != "imported"))
+    return (
+        select(*_columns(_CHOSEN_BY))
+        .join(chosen, and_(records.c.id == chosen.c.id, is_compared))
+        .order_by(chosen.c.place)
     )
-    if nearer:
-        served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(nearer), settled)
-        query = query.where(records.c.work_hash.not_in(served))
-    return query
 
 
 def beside_products(connection: Connection, levels: Mapping[int, Match]) -> list[BesideProducts]:
@@ -227,7 +221,7 @@ def _middle(rows: Iterable[Any]) -> Any:
 def _stand_ins(connection: Connection, levels: Mapping[int, Match], usable: Sequence[ColumnElement[bool]]) -> list[Any]:
     """Return rows of disturbed records for work without a clean record on any machine of `levels`."""
     served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *usable)
-    query = select(*(records.c[name] for name in (*_TIMED, "conditions"))).where(
+    query = select(*_columns((*TIMED, "conditions"))).where(
         records.c.fingerprint_id.in_(levels),
         records.c.status.in_(DISTURBED),
         records.c.work_hash.not_in(served),
