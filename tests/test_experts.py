@@ -108,6 +108,20 @@ def test_experts_that_drop_tokens_have_their_capacity_or_what_comes_to_them(
     assert (_experts_wait_s(uneven, batch_of(token_dropping=True)).total_s[0] == 0.0) == pads
 
 
+@pytest.mark.parametrize(("dispatcher", "sorted_share"), [("alltoall", 1.25), ("deepep", 1.5)])
+def test_the_busiest_rank_exchanges_sorts_and_activates_the_more_tokens(dispatcher: str, sorted_share: float) -> None:
+    """Ranks that send sort as many as ever; where tokens are sent once, only those that receive sort."""
+    uneven = replace(PROBLEM, training=replace(PROBLEM.training, expert_imbalance=1.5))
+    batch, alone = batch_of(dispatcher=dispatcher), batch_of(ep=1)
+    for plans, received, permuted in ((batch, 1.5, sorted_share), (alone, 1.0, 1.0)):
+        exchanges, even_exchanges = expert_parallel(uneven, plans), expert_parallel(PROBLEM, plans)
+        moved, even_moved = (traffic_of(problem, plans, Block.MOE) for problem in (uneven, PROBLEM))
+        for more, mean in zip(exchanges, even_exchanges, strict=True):
+            assert more.buffer_bytes == pytest.approx(received * mean.buffer_bytes)
+        for name, share in (("expert_activation", received), ("permute", permuted)):
+            assert moved[name].backward_bytes == pytest.approx(share * even_moved[name].backward_bytes)
+
+
 def test_a_capacity_factor_is_said_by_a_flag_and_read_back() -> None:
     place = {"cluster": "h100-sxm:2x8", "global_batch": 64, "seq_len": 4096, "plan": {"ep": 8, "recompute": "full"}}
     usual, more = (

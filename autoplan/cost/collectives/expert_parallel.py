@@ -8,7 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.sizes import expert_tokens, norm_tokens, sends_tokens_once
+from autoplan.cost.kernels.sizes import expert_imbalance, rank_expert_tokens, routed_tokens, sends_tokens_once
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.spec.enums import Dispatcher
 from autoplan.spec.plan import PlanBatch
@@ -40,14 +40,15 @@ class ExpertParallel(NamedTuple):
 def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
     """Describe the collectives of one block of experts: two all-to-all of the routed tokens in each pass.
 
-    The buffers contain every token once per expert that it visits; `copies` lets a dispatcher send it less often.
+    The buffers contain every token once per expert that it visits; `copies` lets a dispatcher send it less often.  They
+    are those of the rank that receives most, for which the others wait.
     Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
     """
     framework, moe, groups = problem.framework, problem.model.moe, process_groups(batch)
     assert moe is not None
     width = moe.latent_size or problem.model.hidden_size
-    routed = norm_tokens(problem, batch) * moe.experts_per_token * width
-    gathered = 2.0 * expert_tokens(problem, batch) * moe.num_experts / batch.ep * width
+    routed = routed_tokens(problem, batch) * expert_imbalance(problem, batch) * width
+    gathered = 2.0 * rank_expert_tokens(problem, batch) * width
     copies = np.where(sends_tokens_once(problem, batch), moe.experts_per_token, 1)
     return ExpertParallel(
         dispatch=Collective(

@@ -23,8 +23,10 @@ from autoplan.cost.kernels.sizes import (
     matrix_pieces,
     norm_tokens,
     pads_experts,
+    rank_expert_tokens,
     rank_kv_heads,
     rank_tokens,
+    routed_tokens,
     scales_by_past,
     scales_tiles,
     sends_tokens_once,
@@ -173,12 +175,17 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
             moved["activation_steps"] = Traffic(*(pass_bytes * steps * width for pass_bytes in ACTIVATION_STEP_BYTES))
         if block is Block.MOE and model.moe:
             moe = model.moe
-            width = sliced * moe.experts_per_token * moe.expert_ffn_size
+            received = rank_expert_tokens(problem, batch) / batch.etp
+            width = received * moe.expert_ffn_size
             all_widths = all_widths + width
             moved["expert_activation"] = Traffic(read * width, backward_read * width)
-            permute = 4.0 * sliced * moe.experts_per_token * (moe.latent_size or hidden)  # both ways
+            # By the ranks that send and by those that receive; where tokens are sent once, by the latter alone.
+            sorted_tokens = np.where(
+                sends_tokens_once(problem, batch), received, (routed_tokens(problem, batch) + received) / 2.0
+            )
+            permute = 4.0 * sorted_tokens * (moe.latent_size or hidden)  # both ways
             moved["permute"] = Traffic(2 * permute, 2 * permute)
-            moved |= _op_by_op_traffic(problem, batch, sliced * moe.experts_per_token)
+            moved |= _op_by_op_traffic(problem, batch, received)
         cast = STORED_CAST_BYTES * all_widths * batch.fp8_activation_input
         moved["stored_cast"] = Traffic(cast, cast)
     pieces = max((len(matrix_pieces(problem, linear)) for linear in block_shapes(model)[block].linears), default=1)

@@ -78,19 +78,23 @@ def linear_tokens(problem: Problem, batch: PlanBatch, linear: Linear) -> Floats:
     return norm_tokens(problem, batch) if linear.split == "replicated" else rank_tokens(problem, batch)
 
 
+def routed_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens that one rank routes, once per expert that they visit."""
+    moe = problem.model.moe
+    assert moe is not None
+    return norm_tokens(problem, batch) * moe.experts_per_token
+
+
 def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens that a local expert on the busiest rank receives from its expert-parallel group."""
     moe = problem.model.moe
     assert moe is not None
-    routed = norm_tokens(problem, batch) * moe.experts_per_token * expert_imbalance(problem, batch)
-    return routed * batch.ep * batch.etp / moe.num_experts
+    return rank_expert_tokens(problem, batch) * batch.ep / moe.num_experts
 
 
 def rank_expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens that all local experts on the busiest rank receive."""
-    moe = problem.model.moe
-    assert moe is not None
-    return expert_tokens(problem, batch) * moe.num_experts / batch.ep
+    return routed_tokens(problem, batch) * batch.etp * expert_imbalance(problem, batch)
 
 
 def rank_kv_heads(model: ModelSpec, batch: PlanBatch) -> Floats:
@@ -102,11 +106,12 @@ def expert_imbalance(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens of the busiest expert rank over the mean of all routed ones; if some are dropped, at most the capacity.
 
     Padded experts compute on, and exchange, as many as their capacity (Megatron-LM d98e8a6 token_dispatcher.py:517).
+    A rank with all experts computes on its own tokens, however they are routed.
     """
     training = problem.training
-    capacity, imbalance = training.capacity_factor, training.expert_imbalance
-    busiest = capacity if training.pads_experts else min(capacity, imbalance)
-    return np.where(batch.token_dropping, busiest, imbalance)
+    capacity, of_ranks = training.capacity_factor, np.where(batch.ep > 1, training.expert_imbalance, 1.0)
+    busiest = capacity if training.pads_experts else np.minimum(capacity, of_ranks)
+    return np.where(batch.token_dropping, busiest, of_ranks)
 
 
 def pads_experts(problem: Problem, batch: PlanBatch) -> Bools:
