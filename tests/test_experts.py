@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import BIAS_PER_EXPERT
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, OP_BY_OP_SHARE, memory_bound_s, traffic_of
 from autoplan.cost.kernels.products import gemm_pace, gemm_rate, matrices_s
-from autoplan.cost.kernels.sizes import expert_tokens, norm_tokens, rank_tokens
+from autoplan.cost.kernels.sizes import expert_imbalance, expert_tokens, norm_tokens, rank_tokens
 from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.common.header import header
@@ -37,6 +38,7 @@ from autoplan.spec.blocks import Block, Experts
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
+from autoplan.spec.training import OWN_ROUTING_LOSS
 from problems import problem_for
 
 MODEL = ModelSpec(
@@ -120,6 +122,43 @@ def test_the_busiest_rank_exchanges_sorts_and_activates_the_more_tokens(dispatch
             assert more.buffer_bytes == pytest.approx(received * mean.buffer_bytes)
         for name, share in (("expert_activation", received), ("permute", permuted)):
             assert moved[name].backward_bytes == pytest.approx(share * even_moved[name].backward_bytes)
+
+
+def test_a_balancing_loss_says_how_uneven_ranks_are_the_more_ranks_there_are() -> None:
+    """Loads of variance .25: ranks of 4 of 32 experts vary by .25 x sqrt(7 / 8), the busiest of 8 lies 1.43 above."""
+    uneven = replace(PROBLEM, training=replace(PROBLEM.training, balancing_loss=1.25))
+    batches = [batch_of(ep=ep) for ep in (1, 2, 8, 32)]
+    alone, pair, eight, each = (float(expert_imbalance(uneven, batch)[0]) for batch in batches)
+    assert alone == 1.0
+    assert eight == pytest.approx(1 + 1.434 * 0.25 * (7 / 8) ** 0.5, rel=1e-3)
+    assert alone < pair < eight < each
+    collapsed = replace(PROBLEM, training=replace(PROBLEM.training, balancing_loss=16.0))
+    assert expert_imbalance(collapsed, batches[2])[0] <= 8.0
+    assert (expert_imbalance(PROBLEM, batches[2]) == 1.0).all()
+
+
+def test_fine_tuning_has_the_routing_of_trained_routers_unless_told() -> None:
+    place = {"cluster": "h100-sxm:1x8", "global_batch": 16, "seq_len": 1024, "plan": {"ep": 8, "recompute": "full"}}
+
+    def priced(**options: object) -> Any:
+        return autoplan.estimate("gpt-oss-20b", **(place | options))  # type: ignore[arg-type]
+
+    new, tuned, told, even = (
+        priced(**options).file.training
+        for options in (
+            {},
+            {"finetune": "full"},
+            {"balancing_loss": 1.1},
+            {"finetune": "full", "expert_imbalance": 1.0},
+        )
+    )
+    losses = [training.balancing_loss for training in (new, tuned, told, even)]
+    assert losses == [1.0, OWN_ROUTING_LOSS, 1.1, 1.0]
+    assert priced(balancing_loss=1.1).best.step_s > priced().best.step_s
+    with pytest.raises(InputError, match=r"--expert-imbalance 1\.2 and --balancing-loss 1\.3 both say"):
+        priced(balancing_loss=1.3, expert_imbalance=1.2)
+    with pytest.raises(InputError, match="balancing_loss must be between 1"):
+        priced(balancing_loss=0.5)
 
 
 def test_a_capacity_factor_is_said_by_a_flag_and_read_back() -> None:

@@ -17,6 +17,7 @@ from autoplan.cost.spreads import NORMAL_90, general_spreads
 from autoplan.runs.predictions import COLUMNS, Prediction, predict, predict_all, prediction_table
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.estimate import VERDICTS
+from autoplan.spec.training import OWN_ROUTING_LOSS
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured_runs.csv"
 # What a prediction may never depend on.
@@ -351,12 +352,26 @@ def test_what_a_recipe_chose_goes_before_what_recipes_usually_choose(tmp_path: P
     assert (run.plan.grad_reduce_overlap, run.plan.param_gather_overlap) == (False, True)
     assert run.plan.recompute_modules == ("layernorm", "moe_act")
     assert not run.plan.token_dropping
-    assert "expert_balance=forced left out" in run.filled
+    assert run.problem.training.balancing_loss == 1.0
     (dropping,) = runs_of(tmp_path, row | {"options": "token_dropping=1;dispatcher=hybridep;recompute_modules=none"})
     assert dropping.problem is not None
     assert dropping.plan is not None
     assert dropping.plan.token_dropping
     assert (dropping.plan.dispatcher, dropping.plan.recompute) == ("alltoall", "none")
+
+
+def test_a_row_says_whether_a_router_or_a_benchmark_chooses_experts(tmp_path: Path) -> None:
+    experts = {"num_experts": "128", "experts_per_token": "8", "expert_ffn_size": "1536", "ep": "8", "tp": "1"}
+    row = LLAMA | experts
+    torch = row | {"framework": "torchtitan", "year": "2025"}
+    rows = [row, row | {"options": "expert_balance=router"}, torch, torch | {"options": "expert_balance=forced"}]
+    losses = [
+        run.problem and run.problem.training.balancing_loss
+        for run in runs_of(tmp_path, *(one | {"id": f"mine-{at}"} for at, one in enumerate(rows)))
+    ]
+    assert losses == [1.0, OWN_ROUTING_LOSS, OWN_ROUTING_LOSS, 1.0]
+    (odd,) = runs_of(tmp_path, row | {"options": "expert_balance=fair"})
+    assert odd.refusal == "option expert_balance 'fair' is neither forced nor router"
 
 
 def test_a_row_says_what_is_launched_as_cuda_graphs(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ class ProblemOptions(TypedDict, total=False):
     lora_rank: int | None  # of adapters on frozen weights
     lora_targets: str | None  # modules with adapters, as PEFT calls them, joined by commas; or "all-linear"
     expert_imbalance: float | None  # tokens of the busiest rank of experts over their mean, 1 to 1000
+    balancing_loss: float | None  # of experts, instead, as trainers log it: 1 where all get as many tokens
     capacity_factor: float | None  # experts take so many times the mean of tokens at most, and drop the others
     document_len: int | None  # mean tokens of the documents packed into a sequence
     # Of samples that differ: "1k:56,64k:1" (tokens:samples), a histogram file, or a JSONL whose samples are counted.

@@ -37,7 +37,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS
 from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
+from autoplan.spec.training import OWN_ROUTING_LOSS, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 from autoplan.topology.placement import by_switch
@@ -163,10 +163,11 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
     encoder = loaded.any_encoder if loaded.stands_before_text else None
     image_tokens = round(encoder.images * encoder.image_tokens) if encoder else 0
     training = _training(seq_len, images, image_tokens, options)
-    for name in ("expert_imbalance", "capacity_factor"):
+    for name in ("expert_imbalance", "balancing_loss", "capacity_factor"):
         if loaded.moe is None and options.get(name) is not None:
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} needs a model with experts, {loaded.name} has none: leave it out")
+    training = _with_routing(loaded, training, options)
     is_tuned = training.preference is not None or (training.finetuning is not None and training.finetuning.has_adapters)
     framework = load_framework(options.get("framework", ADAPTER_FRAMEWORK if is_tuned else DEFAULT_FRAMEWORK))
     if options.get("capacity_factor") is not None:
@@ -210,7 +211,7 @@ def _training(
         table["lengths"] = asdict(read)
     if images is not None and len(images.histogram) > 1:
         table["images"] = asdict(images)
-    for name in ("document_len", "expert_imbalance", "capacity_factor", "batching"):
+    for name in ("document_len", "expert_imbalance", "balancing_loss", "capacity_factor", "batching"):
         if (value := options.get(name)) is not None:
             table[name] = value
     if rates := _input_rates(options):
@@ -220,6 +221,20 @@ def _training(
     if options.get("batching") is not None and not table.get("lengths"):
         raise InputError(f"--batching {options['batching']!r} needs samples of different lengths: give --lengths too")
     return decode(TrainingSpec, table, "training")
+
+
+def _with_routing(model: ModelSpec, training: TrainingSpec, options: ProblemOptions) -> TrainingSpec:
+    """Return the training with experts as even as their router alone leaves them, where a trained one chooses them."""
+    imbalance, loss = options.get("expert_imbalance"), options.get("balancing_loss")
+    if imbalance is not None and loss is not None:
+        raise InputError(
+            f"--expert-imbalance {imbalance:g} and --balancing-loss {loss:g} both say how uneven experts are: give one"
+        )
+    is_tuned = training.finetuning is not None or training.preference is not None
+    is_said = imbalance is not None or loss is not None or options.get("training") is not None
+    if model.moe is None or is_said or not is_tuned:
+        return training
+    return replace(training, balancing_loss=OWN_ROUTING_LOSS)
 
 
 def _input_rates(options: ProblemOptions) -> list[InputRate]:

@@ -112,6 +112,13 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             unset="1, balanced",
         ),
         _shared(
+            "balancing_loss",
+            "LOSS",
+            "The loss that balances experts, as trainers log it (1: balanced), instead of --expert-imbalance.",
+            kind=float,
+            unset="1, but 1.3 in fine-tuning",
+        ),
+        _shared(
             "capacity_factor",
             "FACTOR",
             "Tokens that an expert takes at most, over the mean; it drops the others.",

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import NormalDist
 from typing import TypeVar
 
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, add_up
+from autoplan.base.extremes import largest_of
 from autoplan.cost.collectives.collective import LinkTimes
 from autoplan.cost.collectives.end_of_step import FirstStage, end_of_step_s, optimizer_s, shown_gather_s, shown_reduce_s
 from autoplan.cost.collectives.pipeline_messages import tied_table
@@ -244,13 +244,8 @@ def _update_s(layout: PartLayout) -> Floats:
 
 def straggler_share(num_devices: Ints) -> Floats:
     """Relative excess of the slowest of this many ranks over the mean, beyond the excess within one node."""
-
-    def slowest(ranks: int) -> float:
-        return NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
-
-    sizes, at = np.unique(np.maximum(num_devices, DEVICES_IN_RATES), return_inverse=True)
-    beyond = np.array([slowest(int(ranks)) for ranks in sizes]) - slowest(DEVICES_IN_RATES)
-    return STRAGGLER_SPREAD * beyond[at]
+    beyond = largest_of(np.maximum(num_devices, DEVICES_IN_RATES)) - largest_of(np.array([DEVICES_IN_RATES]))
+    return STRAGGLER_SPREAD * beyond
 
 
 def _uneven_samples_s(pipelines: LaidOutPipelines) -> Floats:

@@ -21,7 +21,7 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import TrainingSpec
+from autoplan.spec.training import OWN_ROUTING_LOSS, TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 
 GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, if a table omits the vocabulary
@@ -78,6 +78,7 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
         optimizer=_optimizer(row),
         finetuning=_finetuning(row),
         document_len=_document_len(row, recipe),
+        balancing_loss=_balancing_loss(row, recipe),
     )
     model = _model(row, recipe)
     if model.position_embedding == "learned":  # the table does not state the length of the position table
@@ -108,6 +109,15 @@ def _optimizer(row: Row) -> OptimizerName:
 def _document_len(row: Row, recipe: Recipe) -> int | None:
     """Return the mean length of packed documents; None if attention covers whole sequences."""
     return recipe.packed_document_len if row.option("packed", default=False) else None
+
+
+def _balancing_loss(row: Row, recipe: Recipe) -> float:
+    """Return the loss that balances experts: 1 unless nothing but a router chooses them, as in fine-tuning."""
+    routes_freely = recipe.routes_freely or "finetune" in row.options()
+    chosen_by = row.options().get("expert_balance", "router" if routes_freely else "forced")
+    if chosen_by not in ("forced", "router"):
+        raise UnpricedError(f"option expert_balance {chosen_by[:40]!r} is neither forced nor router")
+    return OWN_ROUTING_LOSS if chosen_by == "router" else 1.0
 
 
 def _finetuning(row: Row) -> FineTuning | None:

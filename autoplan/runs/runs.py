@@ -33,6 +33,7 @@ READ_OPTIONS = {
     "dense_layers",
     "dispatcher",
     "ep_overlap",
+    "expert_balance",
     "finetune",
     "fp8_attention",
     "fp8_params",

@@ -13,6 +13,12 @@ from autoplan.spec.lengths import BATCHINGS, Batching, ImageCounts, Lengths
 from autoplan.spec.optimizers import OptimizerName
 from autoplan.spec.preference import Preference
 
+# Loss of experts that their router alone chooses, about the median of published logs: of trained routers in fine-tuning
+# 1.03 (Qwen3.5-35B, Dao-AILab/flash-attention pull request 2647), 1.27 (Qwen3-Omni-30B, modelscope/ms-swift issue
+# 7832), 1.43 (Qwen3-30B, songCNMS/Nemotron pull request 362) and 1.87 (mlc-ai/pith-train issue 79); of a new one after
+# 100 steps 1.33 (Qwen3-30B, Megatron-Bridge 34ddd53, docs/training/multi-token-prediction.md).
+OWN_ROUTING_LOSS = 1.3
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSpec:
@@ -25,6 +31,9 @@ class TrainingSpec:
     # Tokens of the busiest rank of experts over their mean, whose memory and time a step waits for: 1.05-1.3 where a
     # loss balances the routing, 1.5 and more without (`modelling` B5).
     expert_imbalance: float = 1.0
+    # The loss that balances experts as trainers log it, without its coefficient: 1 where all get as many tokens, else 1
+    # plus the squared coefficient of variation of their tokens.  It decides the imbalance of any number of ranks.
+    balancing_loss: float = 1.0
     # Of plans that drop tokens: the most tokens of an expert over its mean, and whether it is padded to as many.
     capacity_factor: float = 1.0
     pads_experts: bool = True
@@ -53,6 +62,8 @@ class TrainingSpec:
             object.__setattr__(self, "preference", self.preference.with_reference(has_adapters=self.has_adapters))
         if not 1.0 <= self.expert_imbalance <= 1000.0:
             raise InputError(f"expert_imbalance must be between 1 (balanced) and 1000, got {self.expert_imbalance:g}")
+        if not 1.0 <= self.balancing_loss <= 1000.0:
+            raise InputError(f"balancing_loss must be between 1 (balanced) and 1000, got {self.balancing_loss:g}")
         if not 0.01 <= self.capacity_factor <= 1000.0:
             raise InputError(f"capacity_factor must be between 0.01 and 1000, got {self.capacity_factor:g}")
 

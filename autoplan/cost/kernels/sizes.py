@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
+from autoplan.base.extremes import largest_of
 from autoplan.cost.kernels.linears import Linear
 from autoplan.cost.kernels.sequences import tokens_per_sample
 from autoplan.spec.enums import Dispatcher, Fp8Scaling, Precision
@@ -109,9 +110,25 @@ def expert_imbalance(problem: Problem, batch: PlanBatch) -> Floats:
     A rank with all experts computes on its own tokens, however they are routed.
     """
     training = problem.training
-    capacity, of_ranks = training.capacity_factor, np.where(batch.ep > 1, training.expert_imbalance, 1.0)
+    capacity = training.capacity_factor
+    of_ranks = np.where(batch.ep > 1, np.maximum(training.expert_imbalance, _routed_imbalance(problem, batch)), 1.0)
     busiest = capacity if training.pads_experts else np.minimum(capacity, of_ranks)
     return np.where(batch.token_dropping, busiest, of_ranks)
+
+
+def _routed_imbalance(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens of the busiest expert rank over the mean, from the loss that balances experts.
+
+    The loss is E sum(f p) of E experts' shares f of the tokens and mean probabilities p.  As p comes close to f in
+    trained routers, it is 1 plus the squared coefficient of variation of their tokens.  The mean of the experts of a
+    rank varies less; no rank gets more than all tokens, once for each of its experts.
+    """
+    moe, loss = problem.model.moe, problem.training.balancing_loss
+    if moe is None or loss == 1.0:
+        return np.ones(len(batch))
+    local = moe.num_experts / batch.ep
+    spread = np.sqrt((loss - 1.0) / local * (1.0 - 1.0 / batch.ep))
+    return np.minimum(1.0 + largest_of(batch.ep) * spread, batch.ep * np.minimum(local / moe.experts_per_token, 1.0))
 
 
 def pads_experts(problem: Problem, batch: PlanBatch) -> Bools:

@@ -44,6 +44,8 @@ def header(plan_file: PlanFile, framework: str) -> list[str]:
         lines.append(f"Priced with {attention} attention, which your program must use unless an option below sets it")
     if (imbalance := plan_file.training.expert_imbalance) > 1.0:
         lines.append(f"Priced with {imbalance:g} times the mean of tokens on the busiest rank of experts")
+    if (loss := plan_file.training.balancing_loss) > 1.0:
+        lines.append(f"Priced with experts as uneven as a balancing loss of {loss:g} says")
     if (fused := plan_file.training.fused_norm) is not None:
         norms = "norms in one kernel" if fused else "norms of several kernels"
         lines.append(f"Priced with {norms}, which your program must use unless an option below sets it")
