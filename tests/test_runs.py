@@ -775,6 +775,20 @@ def test_a_sequence_is_split_over_ranks_as_the_framework_can(tmp_path: Path, fra
     assert not run.is_invalid
 
 
+@pytest.mark.parametrize(("options", "kind"), [("", "all_to_all"), ("cp_kind=ring", "ring")])
+def test_context_parallelism_with_windows_is_by_heads_unless_a_row_says_otherwise(
+    tmp_path: Path, options: str, kind: str
+) -> None:
+    """Transformer Engine's ring takes neither windows nor attention sinks, and gpt-oss has both."""
+    layout = {"tp": "1", "cp": "2", "pp": "1", "vp": "", "ep": "4", "dp": "4", "sharding": "zero1"}
+    sizes = ("id", "gpu", "gpu_memory_gib", "gpus_per_node", "seq_len", "global_batch", "micro_batch")
+    row = {key: LLAMA[key] for key in sizes} | layout | {"framework": "Megatron-LM", "year": "2025"}
+    (run,) = runs_of(tmp_path, row | {"model": "gpt-oss-20b", "num_gpus": "8", "options": options})
+    assert run.plan is not None, run.refusal
+    assert run.plan.cp_kind == kind
+    assert not any("cp_kind" in text for text in run.filled)
+
+
 def test_automodel_keeps_weights_gradients_and_moments_in_16_bits(tmp_path: Path) -> None:
     """Qwen3-30B-A3B on 8 H100 with ep 8 ran so (its performance summary), where 16 bytes a parameter do not fit."""
     row = {

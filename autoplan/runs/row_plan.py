@@ -25,7 +25,6 @@ from autoplan.spec.enums import (
     Sharding,
     enum_value,
 )
-from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, parse_recompute
 from autoplan.spec.problem import Problem
@@ -94,7 +93,7 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         tp=tp,
         sp=sp,
         cp=cp,
-        cp_kind=_context_kind(problem.framework),
+        cp_kind=_context_kind(row, problem),
         pp=pp,
         vp=chunks,
         layers_per_chunk=_layout(row) or _layers_per_chunk(problem, recipe, pp, chunks),
@@ -180,10 +179,16 @@ def _stated(row: Row) -> dict[str, int | Value]:
     return {name: AXIS[name].parse(text, "option") for name, text in texts.items()}
 
 
-def _context_kind(framework: Framework) -> ContextParallelKind:
-    """Return the kind of context parallelism: no column states it, so the framework's plainest one."""
-    kinds = (words.words for words in book_of(framework).supported if words.axis == "cp_kind")
-    return ContextParallelKind(next(kinds, (ContextParallelKind.RING,))[0])
+def _context_kind(row: Row, problem: Problem) -> ContextParallelKind:
+    """Return the kind of context parallelism that a row states, or the plainest one of its framework for the model.
+
+    A ring takes neither windows nor attention sinks (Transformer Engine, attn_forward_func_with_cp).
+    """
+    supported = (words.words for words in book_of(problem.framework).supported if words.axis == "cp_kind")
+    kinds = next(supported, tuple(ContextParallelKind))
+    is_local = problem.model.window is not None or problem.model.attention_sinks
+    usual = ContextParallelKind.ALL_TO_ALL if is_local and ContextParallelKind.ALL_TO_ALL in kinds else kinds[0]
+    return enum_value("cp_kind", ContextParallelKind, row.options().get("cp_kind", usual))
 
 
 def _layers_per_chunk(problem: Problem, recipe: Recipe, pp: int, vp: int) -> tuple[int, ...] | None:

@@ -29,6 +29,7 @@ from autoplan.spec.problem import Problem
 READ_OPTIONS = {
     "activation_offload_layers",
     "cluster",
+    "cp_kind",
     "cuda_graph",
     "dense_layers",
     "dispatcher",
