@@ -189,8 +189,8 @@ def _warn_of_hosts(apart: list[HostsApart]) -> None:
     worst = max(apart, key=lambda pair: pair.ratio)
     slow, fast = (name or "a host without a name" for name in (worst.slow, worst.fast))
     text = (
-        f"hosts differ in {len(apart):,} shapes that were measured: {worst.what} takes {100 * (worst.ratio - 1):.0f} % "
-        f"longer on {slow} than on {fast}; the median host counts, of two the slower"
+        f"hosts differ in {len(apart):,} measured shape{'s' if len(apart) > 1 else ''}: {worst.what} takes "
+        f"{100 * (worst.ratio - 1):.0f} % longer on {slow} than on {fast}; the median host counts, of two the slower"
     )
     warnings.warn(text, StoreWarning, stacklevel=4)
 

@@ -74,12 +74,12 @@ def info(context: typer.Context, url: DbOption = None, json: JsonOption = False)
         "torch": lambda holding: holding.fingerprint.torch,
         "collectives": lambda holding: holding.fingerprint.collectives,
         "runtime": lambda holding: holding.fingerprint.runtime,
-        "hosts": lambda holding: holding.fingerprint.num_hosts,
+        "nodes": lambda holding: holding.fingerprint.num_hosts,
         "records": lambda holding: f"{holding.num_records:,}",
         "hidden": lambda holding: f"{holding.num_hidden:,}",
         "newest": lambda holding: holding.newest[:10],
     }
-    _print_rows(columns, database.holdings, numbers=("hosts", "records", "hidden"))
+    _print_rows(columns, database.holdings, numbers=("nodes", "records", "hidden"))
 
 
 @db.command("list")

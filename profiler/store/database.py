@@ -84,6 +84,10 @@ _ADVICE = (
     ("not a database", "is not a SQLite database, or damaged: move it away or name another one with --db"),
     ("database is locked", f"other programs kept it busy for {BUSY_TIMEOUT_S:.0f} s; {_RESUME}"),
     ("unable to open", "cannot be opened: see whether the folder exists and may be read and written"),
+    (
+        "permission denied for schema",
+        "this role may not use the schema, or its owner has not made the tables yet (by a first `autoplan db push`)",
+    ),
     ("permission denied", "this role may not do that: read access is enough to search and pull, not to push or hide"),
     ("read-only transaction", "may only be read"),
     ("terminating connection", f"the server ended the connection; {_RESUME}"),
