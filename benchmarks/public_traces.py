@@ -2,7 +2,8 @@
 
 usage: python benchmarks/public_traces.py FOLDER [--report REPORT.md]
 
-FOLDER holds checkouts, such as of facebookresearch/HolisticTraceAnalysis, AMD-AGI/TraceLens and GindaChen/nsys-ai.
+FOLDER holds checkouts, such as of facebookresearch/HolisticTraceAnalysis and param, AMD-AGI/TraceLens,
+ROCm/rocmProfileData and GindaChen/nsys-ai.
 Every file in it that is known as a trace is read.  Where HolisticTraceAnalysis can be imported, its overlap stands
 beside ours, both over the whole trace; it reads only some of these traces with today's pandas.
 """
