@@ -63,7 +63,10 @@ def test_a_recipe_is_named_by_its_place_too(is_table: bool) -> None:
 
 
 def test_copies_and_whole_parameters() -> None:
-    assert of(distributed={"strategy": "ddp"}).plan.sharding == "none"
+    launch = of(distributed={"strategy": "ddp", "mp_policy": {"reduce_dtype": "bfloat16"}})
+    assert (launch.plan.sharding, launch.plan.reduce_dtype, matters(launch)) == ("none", "usual", set())
+    wide = of(distributed={"strategy": "ddp"}, model={"torch_dtype": "float32"})
+    assert matters(wide) == {"distributed.strategy"}
     copies = of(distributed={"dp_replicate_size": 2}).plan
     assert (copies.dp_replicate, copies.dp_shard) == (2, 4)
     assert of(distributed={"reshard_after_forward": False}).plan.sharding == "zero2"

@@ -16,6 +16,7 @@ from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.memory.state_types import reduced_grad_bytes
+from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
@@ -74,6 +75,19 @@ def test_16_bit_gradients_take_half_the_buffer_and_half_the_wire() -> None:
     small = {"micro_batch": 1, "global_batch": 8, "recompute": "full"}
     terms = [cost_of(problem, grad_dtype=word, **small) for word in ("bf16", "bf16_main")]
     assert terms[0]["update"] >= terms[1]["update"] == 0.0
+
+
+def test_copies_of_automodel_reduce_in_the_type_of_their_weights() -> None:
+    """Its DDP has no policy of mixed precision, by which FSDP2 reduces 16-bit gradients in fp32."""
+    problem = problem_of("nemo-automodel")
+    plan = ParallelPlan(global_batch=64, dp_shard=8, sharding="none", main_weights="bf16")
+    copies, shards = plan, replace(plan, sharding="zero3")
+    assert tuple(reduced_grad_bytes(problem, problem.batch([copies, shards]))) == (2, 4)
+    rules = book_of(problem.framework).rules
+    for other in ({"reduce_dtype": "half"}, {"main_weights": "fp32"}):
+        (text,) = broken(rules, problem.workload, replace(copies, **other))
+        assert text.startswith("unsharded with ")
+        assert not broken(rules, problem.workload, replace(shards, **other))
 
 
 @pytest.mark.parametrize(

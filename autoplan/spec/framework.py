@@ -200,6 +200,8 @@ class Network:
     torch_pipelines: bool = False
     bytes_per_reduced_grad: float = 4.0  # per gradient element on the wire
     reduces_accumulators: bool = False  # as they are, in fp32; else in the type of the gradients
+    # Unsharded gradients are reduced in the type in which they are stored, whatever the type of sharded reductions.
+    copies_reduce_as_stored: bool = False
     # Of 16-bit gradients, that an unsharded all-reduce takes at a time, out of buckets beside the gradients (DDP); 0:
     # all of them at once, in place.
     reduce_bucket_bytes: float = 0.0

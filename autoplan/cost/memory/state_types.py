@@ -91,7 +91,9 @@ def reduced_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:
     """Return the bytes of a gradient on the wire."""
     network = problem.framework.network
     accumulated = accumulator_bytes(problem, batch) * network.reduces_accumulators
-    return _of_reduction(batch, np.maximum(network.bytes_per_reduced_grad, accumulated))
+    usual = _of_reduction(batch, np.maximum(network.bytes_per_reduced_grad, accumulated))
+    are_as_stored = (batch.sharding == Sharding.NONE.code) & network.copies_reduce_as_stored
+    return np.where(are_as_stored, grad_bytes(problem, batch), usual)
 
 
 def full_grad_bytes(problem: Problem, batch: PlanBatch) -> Floats:

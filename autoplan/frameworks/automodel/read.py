@@ -27,7 +27,7 @@ from autoplan.frameworks.common.options import Options, parse_yaml, show
 from autoplan.frameworks.fsdp2.options import STAY_GATHERED, is_fetched
 from autoplan.frameworks.torchtitan.options import counted_layers
 from autoplan.readers.model import find_preset
-from autoplan.spec.enums import Offload, Precision, Sharding
+from autoplan.spec.enums import MainWeights, Offload, Precision, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
@@ -205,7 +205,12 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
     dispatcher = backend.word("dispatcher", DISPATCHERS, "deepep")
     policy = table.inside("mp_policy")
     policy.pass_over("_target_", "param_dtype", "output_dtype", "cast_forward_inputs")
-    fields: Fields = {**degrees, **RECOMPUTE.read(table), **REDUCTION.read(policy), **pipeline}
+    held = HELD.read(options.inside("model"))
+    fields: Fields = {**degrees, **RECOMPUTE.read(table), **held, **REDUCTION.read(policy), **pipeline}
+    if strategy == "ddp":  # which has no policy of mixed precision
+        fields |= REDUCTION.read(Options.of_table({}))
+        if held["main_weights"] != MainWeights.BF16:
+            table.remark("strategy", "its products take the type of the weights, fp32, and are priced in 16 bits")
     fields["offload"] = _offload(table, {"sharding": sharding, "pp": degrees["pp"]})
     fields |= {"dispatcher": dispatcher} if degrees["ep"] > 1 else {}
     fields.setdefault("micro_batch", micro)
@@ -217,7 +222,6 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
         dp_shard=dp // copies if sharding != Sharding.NONE else dp,
         sharding=sharding,
         precision=precision,
-        **HELD.read(options.inside("model")),
         global_batch=total,
     )
 
