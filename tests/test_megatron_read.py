@@ -61,6 +61,28 @@ def test_an_option_that_disables_a_thing_keeps_its_name_where_megatron_keeps_it(
     assert matters(read("--disable-bias-linear")) == set()
 
 
+@pytest.mark.parametrize(
+    ("options", "is_listed"),
+    [
+        ("", True),
+        ("--no-create-attention-mask-in-dataloader", False),
+        ("--micro-batch-size 1 --context-parallel-size 8", True),  # all ranks get masks of whole samples
+        ("--dataloader-inter-document-masking", False),
+        ("--seq-length 8192", False),  # 64 MiB
+    ],
+)
+def test_large_masks_of_scores_are_listed(options: str, *, is_listed: bool) -> None:
+    launch = read(f"--seq-length 32768 --max-position-embeddings 32768 {options}")
+    why = {item.option: item.why for item in launch.unread if item.matters}.get("create_attention_mask_in_dataloader")
+    assert (why or "").startswith("masks of 1.0 GiB a micro-batch") == is_listed
+
+
+def test_documents_inside_samples_and_steps_that_run_again_are_listed() -> None:
+    assert matters(read("--dataloader-inter-document-masking")) == {"--dataloader-inter-document-masking"}
+    assert matters(read("--rerun-mode report_stats")) == {"--rerun-mode"}
+    assert matters(read("--rerun-mode validate_results")) == set()
+
+
 def test_a_model_of_a_shipped_architecture_is_that_model() -> None:
     assert read().model == load_model("llama3-8b")
     assert read("--num-query-groups 4").model.num_kv_heads == 4

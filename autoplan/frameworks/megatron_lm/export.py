@@ -40,8 +40,12 @@ NO_TE_LOSS = only(
 )
 LAYERS = Part(
     "LAYERS",
-    "Priced with these; what they default to differs by release.",
-    ((Constant("transformer_impl", "transformer_engine"),),),
+    "Priced with these, whatever a release defaults to.",
+    (
+        (Constant("transformer_impl", "transformer_engine"),),
+        # Flash attention masks by itself; the masks of a data loader are as large as all scores of a head.
+        (Constant("no_create_attention_mask_in_dataloader", True, is_switch=True),),
+    ),
 )
 TRAINING = Part("TRAINING", "Yours to choose; of these only evaluation costs time.", training_options.TRAINING)
 DATA = Part(

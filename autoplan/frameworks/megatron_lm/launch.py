@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoplan.base.errors import InputError
+from autoplan.base.units import format_bytes
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options
@@ -19,6 +20,8 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
+_LARGE_MASK_BYTES = 2**28
+
 
 def launch_of(
     arguments: Options,
@@ -29,8 +32,12 @@ def launch_of(
     num_devices: int | None,
     base: ModelSpec | None = None,
     schedule: Schedule | None = None,
+    makes_masks: bool = False,
 ) -> Launch:
-    """Return the launch of arguments: `base` is the model to start from, `schedule` a schedule of another framework."""
+    """Return the launch of arguments: `base` is the model to start from, `schedule` a schedule of another framework.
+
+    `makes_masks` tells whether the data loader makes masks of attention scores unless it is told otherwise.
+    """
     if nothing := next((key for key in ("skip_train", "eval_only", "debug_rollout_only") if arguments.flag(key)), None):
         raise InputError(f"{arguments.name(nothing)}: nothing is trained")
     seq_len = context.seq_len or arguments.optional_count("seq_length")
@@ -54,6 +61,7 @@ def launch_of(
     if (optimizer := arguments.text("optimizer", "adam")) not in ("adam", "adamw"):
         arguments.remark("optimizer", f"priced as Adam, not {str(optimizer)[:30]}")
     remark_assumed(options.OPTIONS, arguments)
+    _remark_masks(arguments, plan, seq_len, makes_masks)
     return Launch(
         target=target,
         framework=framework,
@@ -63,6 +71,19 @@ def launch_of(
         options=arguments.options(),
         unread=arguments.unread(options.HARMLESS),
     )
+
+
+def _remark_masks(arguments: Options, plan: ParallelPlan, seq_len: int, default: bool) -> None:
+    """List masks of attention scores that are large: first and last stages get them whole, a byte per score.
+
+    Source: core/utils.py, get_batch_on_this_tp_rank; the data loader of documents in one sample makes none.
+    """
+    key = "create_attention_mask_in_dataloader"
+    makes = arguments.flag(key, default) and not arguments.flag("dataloader_inter_document_masking")
+    mask_bytes = plan.micro_batch * seq_len**2
+    if makes and mask_bytes >= _LARGE_MASK_BYTES:
+        why = f"masks of {format_bytes(mask_bytes)} a micro-batch, which flash attention does not use, are not priced"
+        arguments.remark(key, why, default="on")
 
 
 def _model(reading: Reading) -> ModelSpec:

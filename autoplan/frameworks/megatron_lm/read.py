@@ -83,7 +83,9 @@ def read(text: str, context: LaunchContext) -> Launch:
         if arguments.has("num_experts") and not arguments.has(row.key):
             arguments.remark(row.key, row.why, default="off")
     try:
-        launch = launch_of(arguments, context, target=target, framework=framework, num_devices=devices)
+        launch = launch_of(
+            arguments, context, target=target, framework=framework, num_devices=devices, makes_masks=program is None
+        )
     except InputError as error:
         raise InputError(f"{error}{_left_open(script)}") from None
     is_other_version = any(item.why == NOT_KNOWN and item.option[:2] == "--" for item in launch.unread)

@@ -79,8 +79,8 @@ def overrides(plan_file: PlanFile) -> dict[str, Any]:
         table |= {"patch_primus_pipeline": True, "pp_algorithm": ALGORITHMS[plan.schedule]}
         # Weight gradients are only deferred if the product accumulates them, and forward passes never run alone
         # (backends/megatron/core/pipeline_parallel/primuspipe/pipeline_launcher.py:209).
-        table |= {"gradient_accumulation_fusion": True, "create_attention_mask_in_dataloader": False}
-        table |= {"no_persist_layer_norm": True}
+        table |= {"gradient_accumulation_fusion": True, "no_persist_layer_norm": True}
+    table["create_attention_mask_in_dataloader"] = False  # as in the scripts of Megatron-LM
     return table | {"mock_data": True, "tokenizer_type": "NullTokenizer", "finetune": False, "save": None, "load": None}
 
 

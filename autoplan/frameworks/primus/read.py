@@ -84,7 +84,14 @@ def read(text: str, context: LaunchContext) -> Launch:
             elif key in arguments.arguments:
                 arguments.remark(key, "what Primus does beside Megatron-LM is not priced")
     return launch_of(
-        arguments, context, target="primus", framework="primus", num_devices=None, base=base, schedule=schedule
+        arguments,
+        context,
+        target="primus",
+        framework="primus",
+        num_devices=None,
+        base=base,
+        schedule=schedule,
+        makes_masks=True,
     )
 
 

@@ -62,9 +62,10 @@ PLAN=(
     --bf16 --fp8-format hybrid --fp8-recipe tensorwise
 )
 
-# Priced with these; what they default to differs by release.
+# Priced with these, whatever a release defaults to.
 LAYERS=(
     --transformer-impl transformer_engine
+    --no-create-attention-mask-in-dataloader
 )
 
 # Yours to choose; of these only evaluation costs time.

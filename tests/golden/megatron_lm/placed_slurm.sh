@@ -56,9 +56,10 @@ PLAN=(
     --bf16
 )
 
-# Priced with these; what they default to differs by release.
+# Priced with these, whatever a release defaults to.
 LAYERS=(
     --transformer-impl transformer_engine
+    --no-create-attention-mask-in-dataloader
 )
 
 # Yours to choose; of these only evaluation costs time.
