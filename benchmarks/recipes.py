@@ -2,9 +2,10 @@
 
 Recipes that the authors of a framework tuned and published are rows of the table of measured runs.  Each is priced by
 the cost model, and so is the best plan of a default search of the same problem, which keeps what the recipe chose of
-the numerics of training.  A recipe that fits and is priced below the best plan contradicts the proof of that search,
-which is one over plans that fit, and the exit status is 1.  Recipes that ran and by the model do not fit, or are not
-sure to, are counted by themselves: their memory is wrong, or what the table leaves out of them, not the proof.
+the numerics of training, and the kernels of its software.  A recipe that fits and is priced below the best plan
+contradicts the proof of that search, which is one over plans that fit, and the exit status is 1.  Recipes that ran and
+by the model do not fit, or are not sure to, are counted by themselves: their memory is wrong, or what the table leaves
+out of them, not the proof.
 
 Where the best plan is much faster it is told which changes of the recipe make it so, each after those before it, and
 what later recipes of the same model, devices, precision and length measured: their authors changed the same things.
@@ -106,6 +107,7 @@ DOUBTS = {
     "nvbridge-165": "its precision runs with pp 4 and vp 5 (Megatron-Bridge v0.3.1, llama3_workload_base_configs.py)",
     "nvbridge-268": "offloads activations of 40 of 80 layers (v0.1.0rc4, llama3_70b_llm_pretrain.yaml: GB200, fp8_cs)",
 }
+_ACCUMULATION = "gradient_accumulation_fusion"
 RULES = "megatron-lm"  # of frameworks whose rules are not known: these sources run Megatron's code
 
 
@@ -225,7 +227,7 @@ def published(path: Path, sources: tuple[str, ...]) -> list[Recipe]:
             problem = replace(problem, framework=replace(problem.framework, rules=RULES))
         # An overlap of traffic that there is none of is no choice.
         plan = run.plan if run.plan.tp > 1 else replace(run.plan, tp_overlap=False)
-        problem = replace(problem, framework=problem.framework.choosing(plan))
+        problem = with_kernels_of(plan, replace(problem, framework=problem.framework.choosing(plan)))
         measured = step_s(row, run.problem, plan)
         found.setdefault(repr((problem, plan)), []).append((run, problem, plan, measured))
     return [
@@ -238,6 +240,15 @@ def published(path: Path, sources: tuple[str, ...]) -> list[Recipe]:
         )
         for rows in found.values()
     ]
+
+
+def with_kernels_of(plan: ParallelPlan, problem: Problem) -> Problem:
+    """Return the problem whose plans have the kernels of a recipe's software, which no plan of its time chose."""
+    framework = problem.framework.preferring(f"attention={plan.attention}")
+    if not plan.gradient_accumulation_fusion:
+        lacks = tuple(option for option in framework.lacks if option != _ACCUMULATION)
+        framework = replace(framework, lacks=lacks)
+    return replace(problem, framework=framework)
 
 
 def unknown_of(runs: Sequence[Run]) -> tuple[str, ...]:
@@ -264,7 +275,8 @@ def compare(recipe: Recipe) -> Comparison:
         refusals=broken(book_of(problem.framework).rules, problem.workload, plan),
     )
     try:
-        space = make_space(problem, plan.global_batch)
+        fixed = () if plan.gradient_accumulation_fusion else (f"{_ACCUMULATION}=off",)
+        space = make_space(problem, plan.global_batch, fix=fixed)
         _, result = with_excluded_options(problem, space, place_best(problem, search(problem, space)), ())
     except AutoplanError as error:
         return replace(priced, failure=str(error))
