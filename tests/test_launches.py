@@ -11,6 +11,8 @@ import pytest
 from autoplan.cost.blocks import block_costs
 from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.launches import (
+    ADAPTER,
+    ADAPTER_OF_NEXT_EXPERT,
     AROUND_EXPERTS,
     BIAS_PER_EXPERT,
     CASTS_PER_EXPERT,
@@ -31,6 +33,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.readers.model import load_model
 from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Dispatcher
+from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from problems import problem_for
@@ -157,3 +160,16 @@ def test_faster_kernels_make_experts_that_overlap_no_slower() -> None:
     ]
     batch = PlanBatch.of(plans, problem.model.num_layers)
     assert (estimate(faster, batch).step_s <= estimate(problem, batch).step_s).all()
+
+
+def test_adapters_of_experts_are_grouped_as_the_experts_are() -> None:
+    """Qwen3-30B has 8 experts on each of 16 ranks: their products are further ones, a scale and a sum are for all."""
+    problem = problem_of()
+    tuned = replace(problem.training, finetuning=FineTuning(rank=32, targets=("linear_fc1", "linear_fc2")))
+    plain = extra_launches_s(problem, batch_of(), Block.MOE)
+    adapted = extra_launches_s(replace(problem, training=tuned), batch_of(), Block.MOE)
+    forward, backward = (
+        first + 7 * LIGHT * next_one for first, next_one in zip(ADAPTER, ADAPTER_OF_NEXT_EXPERT, strict=True)
+    )
+    assert adapted.forward_s[0] - plain.forward_s[0] == pytest.approx(2 * forward)
+    assert adapted.backward_s[0] - plain.backward_s[0] == pytest.approx(2 * backward)

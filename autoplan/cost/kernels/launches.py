@@ -56,11 +56,14 @@ SHARED_EXPERTS = Launches(6, 12)
 # Latent attention has more products and norms, and copies for its kernels; unless fused, the rotary embeddings of
 # queries and keys are plain products and concatenations.
 LATENT_ATTENTION, LATENT_ROPE = Launches(6, 10), Launches(26, 36)
-# An adapter: two products, a scale and a sum; backward four products, a scale and a sum.  With magnitudes also a
+# An adapter: two products, a scale and a sum; backward four products, a scale and a sum.  Those of experts are grouped
+# as the experts are, each with its products, and one scale and sum for all (Megatron-Bridge 067f987, peft/lora.py,
+# num_local_experts; mcore-bridge, tuners/lora.py, is_grouped).  With magnitudes also a
 # product of both weights, their sum and its norm, and the scale of both outputs.  Quantised weights: the scales, then
 # the weights; if torch unpacks them: shift, cast, mask, difference and product of the weights, and shift, cast, mask
 # and sum of the zero points (`UNPACKED_BYTES`).
 ADAPTER, ADAPTER_DROPOUT, MAGNITUDES, DEQUANTISE = Launches(4, 6), Launches(1, 1), Launches(9, 6), Launches(2, 2)
+ADAPTER_OF_NEXT_EXPERT = Launches(2, 4)
 UNPACK = Launches(9, 0)
 # A selectively recomputed part repeats its forward launches, and its checkpoint costs further host time: saving and
 # restoring random generator states, and a separate autograd graph (core/tensor_parallel/random.py) [judged].
@@ -106,18 +109,17 @@ def _adapter_parts(problem: Problem, batch: PlanBatch, block: Block) -> list[tup
     assert finetuning is not None
     linears = layer_shapes(problem.model, finetuning)[block].linears
     once, local = np.ones(len(batch)), 1.0 / batch.ep
-    adapters, quantised = (
-        add_up(local * linear.copies if linear.is_expert else once for linear in chosen) + 0.0 * once
-        for chosen in (
-            [linear for linear in linears if linear.name.endswith("lora_a")],
-            [linear for linear in linears if linear.weight_bytes is not None],
-        )
+    adapters = [linear for linear in linears if linear.name.endswith("lora_a")]
+    further = add_up(local * linear.copies - 1.0 for linear in adapters if linear.is_expert) + 0.0 * once
+    quantised = add_up(
+        local * linear.copies if linear.is_expert else once for linear in linears if linear.weight_bytes is not None
     )
     return [
-        (ADAPTER, adapters),
-        (ADAPTER_DROPOUT, adapters * (finetuning.dropout > 0)),
-        (MAGNITUDES, adapters * finetuning.dora),
-        (UNPACK if unpacks_eagerly(problem) else DEQUANTISE, quantised),
+        (ADAPTER, once * len(adapters)),
+        (ADAPTER_OF_NEXT_EXPERT, LIGHT * further),
+        (ADAPTER_DROPOUT, once * len(adapters) * (finetuning.dropout > 0)),
+        (MAGNITUDES, once * len(adapters) * finetuning.dora),
+        (UNPACK if unpacks_eagerly(problem) else DEQUANTISE, quantised + 0.0 * once),
     ]
 
 
