@@ -98,13 +98,19 @@ def test_list_and_show(folder: Path) -> None:
     assert "known are gemm" in bad(folder, "list", "--db", "a.db", "--operation", "sort")
 
 
-def test_a_list_is_narrowed_by_host_status_and_day(folder: Path) -> None:
+def test_a_list_is_narrowed_by_host_driver_status_and_day(folder: Path) -> None:
+    updated = replace(GEMM.fingerprint, driver="580.95.05")
     later = replace(GEMM, shape=(8, 8, 8), host="node8", measured_at="2026-11-24T09:00:00+00:00", status="unstable")
+    later = replace(later, fingerprint=updated)
     with open_store(str(folder / "a.db")) as store:
         store.add([later])
     for flags, keys in (
         (("--host", "node7"), [GEMM.key]),
         (("--status", "unstable"), [later.key]),
+        (("--driver", "580"), [later.key]),
+        (("--driver", "580.95.05", "--device", GEMM.fingerprint.device), [later.key]),
+        (("--driver", "58"), []),
+        (("--driver", "580.95.05", "--device", "a100-sxm"), []),
         (("--since", "2026-11-22"), [later.key]),
         (("--since", "2026-11-21"), [GEMM.key, later.key]),
         (("--since", "2026-11-24T09:00Z"), [later.key]),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoplan.spec.team_overview import TeamOverview
 
 Row = TypeVar("Row")
-FILTERS = ("device", "operation", "trust", "host", "status", "since", "until", "review")  # fields of `Choice`
+FILTERS = ("device", "driver", "operation", "trust", "host", "status", "since", "until", "review")  # fields of `Choice`
 
 db: typer.Typer = typer.Typer(
     help="The shared timing database: measure once, plan everywhere.", no_args_is_help=True, rich_markup_mode=None
@@ -40,6 +40,9 @@ KeysArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OperationOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Only this operation, such as gemm or layer.")
+]
+DriverOption = Annotated[
+    str | None, typer.Option(metavar="VERSION", help="Only this version of the driver, or those that begin so: 580.")
 ]
 HostOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only measurements of this host.")]
 StatusOption = Annotated[
@@ -87,6 +90,7 @@ def list_(
     context: typer.Context,
     url: DbOption = None,
     device: DeviceOption = None,
+    driver: DriverOption = None,
     operation: OperationOption = None,
     trust: TrustOption = None,
     host: HostOption = None,
@@ -130,6 +134,7 @@ RECORD_COLUMNS: dict[str, Callable[[Any], object]] = {
     "by": lambda row: row.record.measured_by,
     "host": lambda row: row.record.host,
     "day": lambda row: row.record.measured_at[:10],
+    "driver": lambda row: row.record.fingerprint.driver,
 }
 RUN_COLUMNS: dict[str, Callable[[Any], object]] = {
     "key": lambda row: row.key[:12],
@@ -147,6 +152,7 @@ RUN_COLUMNS: dict[str, Callable[[Any], object]] = {
     "by": lambda row: row.run.measured_by,
     "host": lambda row: row.run.host,
     "day": lambda row: row.run.measured_at[:10],
+    "driver": lambda row: row.run.fingerprint.driver,
 }
 
 
@@ -323,6 +329,7 @@ def _mark(
     keys: KeysArgument = None,
     url: DbOption = None,
     device: DeviceOption = None,
+    driver: DriverOption = None,
     operation: OperationOption = None,
     trust: TrustOption = None,
     host: HostOption = None,

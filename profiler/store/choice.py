@@ -10,7 +10,7 @@ from typing import cast, get_args
 from sqlalchemy import ColumnElement
 
 from autoplan.base.errors import InputError
-from autoplan.profiler.record import Status, is_timestamp
+from autoplan.profiler.record import Fingerprint, Status, is_timestamp
 from autoplan.profiler.run_record import RunStatus
 from autoplan.profiler.store.marks import REVIEWS, Marked, Review, is_reviewed
 from autoplan.spec.operations import SHAPES
@@ -21,6 +21,7 @@ class Choice:
     """Filter for records or runs; None means all."""
 
     device: str | None = None
+    driver: str | None = None  # version of the driver, or its beginning: 580 is any 580.65.06
     operation: str | None = None  # only for records
     trust: Collection[str] | None = None  # authors whose measurements count
     host: str | None = None
@@ -43,6 +44,11 @@ class Choice:
                 )
         if self.operation is not None and self.operation not in SHAPES:
             raise InputError(f"--operation {self.operation!r}: known are {', '.join(SHAPES)}")
+
+    def takes(self, machine: Fingerprint) -> bool:
+        """Return whether records of a machine can be among the chosen ones."""
+        has_driver = self.driver is None or f"{machine.driver}.".startswith(f"{self.driver}.")
+        return has_driver and self.device in (None, machine.device)
 
     def conditions(self, kind: Marked) -> list[ColumnElement[bool]]:
         """Return the conditions on rows of a table."""

@@ -181,8 +181,9 @@ class Store:
         """Return a query of records or runs restricted to a choice."""
         if choice.review is not None:
             self._check_marked(kind)
-        if choice.device is not None:
-            query = query.where(kind.rows.c.fingerprint_id.in_(self._machines(choice.device)))
+        if choice.device is not None or choice.driver is not None:
+            numbers = [number for number, machine in self._machines(choice.device).items() if choice.takes(machine)]
+            query = query.where(kind.rows.c.fingerprint_id.in_(numbers))
         return query.where(*choice.conditions(kind))
 
     def reviews(self, keys: Collection[str], kind: Marked = OPERATIONS) -> dict[str, Review]:
