@@ -173,7 +173,7 @@ def _runs(dispatcher: Value, problem: Problem) -> bool:
     Dispatchers that send a token once require NVIDIA devices with NVLink from Hopper on, DeepEP also nodes of at most 8
     (deepseek-ai/DeepEP README; Megatron-Bridge training/flex_dispatcher_backend.py).
     """
-    if dispatcher == Dispatcher.ALL_TO_ALL:
+    if dispatcher in (Dispatcher.ALL_TO_ALL, Dispatcher.ALL_GATHER):
         return True
     domain = problem.cluster.levels[-1]
     is_known = problem.device.generation in ("hopper", "blackwell") and domain.kind == "nvlink"

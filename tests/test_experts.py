@@ -118,7 +118,8 @@ def test_the_busiest_rank_exchanges_sorts_and_activates_the_more_tokens(dispatch
     for plans, received, permuted in ((batch, 1.5, sorted_share), (alone, 1.0, 1.0)):
         exchanges, even_exchanges = expert_parallel(uneven, plans), expert_parallel(PROBLEM, plans)
         moved, even_moved = (traffic_of(problem, plans, Block.MOE) for problem in (uneven, PROBLEM))
-        for more, mean in zip(exchanges, even_exchanges, strict=True):
+        for name in ("dispatch", "combine", "gather", "reduce"):
+            more, mean = getattr(exchanges, name), getattr(even_exchanges, name)
             assert more.buffer_bytes == pytest.approx(received * mean.buffer_bytes)
         for name, share in (("expert_activation", received), ("permute", permuted)):
             assert moved[name].backward_bytes == pytest.approx(share * even_moved[name].backward_bytes)

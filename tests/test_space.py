@@ -423,11 +423,11 @@ def test_what_people_call_an_axis_says_what_to_write() -> None:
 @pytest.mark.parametrize(
     ("cluster", "dispatchers"),
     [
-        ("h100-sxm:1x8", {"alltoall", "deepep", "hybridep"}),
-        ("gb200-nvl72:2x4", {"alltoall", "hybridep"}),
-        ("rtx-pro-6000:1x8", {"alltoall"}),  # Blackwell, and over PCIe
-        ("h100-pcie:1x8", {"alltoall"}),
-        ("a100-sxm:1x8", {"alltoall"}),
+        ("h100-sxm:1x8", {"alltoall", "allgather", "deepep", "hybridep"}),
+        ("gb200-nvl72:2x4", {"alltoall", "allgather", "hybridep"}),
+        ("rtx-pro-6000:1x8", {"alltoall", "allgather"}),  # Blackwell, and over PCIe
+        ("h100-pcie:1x8", {"alltoall", "allgather"}),
+        ("a100-sxm:1x8", {"alltoall", "allgather"}),
     ],
 )
 def test_dispatchers_over_nvlink_are_searched_where_there_is_nvlink(cluster: str, dispatchers: set[str]) -> None:

@@ -83,7 +83,7 @@ AXES: tuple[Axis, ...] = (
           needs=Needs.SPREAD_EXPERTS, label="overlap of shared experts", phrases={True: "shared experts overlapped"},
           offered_by=_MEGATRON, searched=(False, True), is_monotone=True, flag_default=None, of_kernels=True,
           of_memory=False),
-    _word(name="dispatcher", help="alltoall, deepep or hybridep.", default=Dispatcher.ALL_TO_ALL,
+    _word(name="dispatcher", help="alltoall, deepep, hybridep or allgather.", default=Dispatcher.ALL_TO_ALL,
           needs=Needs.SPREAD_EXPERTS, label="dispatcher of tokens", offered_by=(*_MEGATRON, "automodel"),
           searched=tuple(Dispatcher), of_kernels=True, of_memory=False),
     _flag(name="grad_reduce_overlap", help="Reduce gradients during the last backward pass.", default=True,

@@ -114,7 +114,7 @@ class Axis:
     # Of what few frameworks offer, beyond the default: which, by the names of their rules.
     offered_by: tuple[str, ...] = ()
     of_kernels: bool = False  # whether times of kernels depend on it
-    of_memory: bool = True  # whether the memory of a rank depends on it
+    of_memory: bool = True  # whether states or stored activations of a rank, which bounds count, depend on it
     elsewhere: str = ""  # where it is said, if not by --fix
     flag: str | None = None  # of `autoplan estimate`, where it is not the name with dashes; "": none
     flag_default: object = ...  # where it is not the default: None follows from other axes

@@ -110,7 +110,7 @@ class ContextParallelKind(CodedEnum):
 
 
 class Dispatcher(CodedEnum):
-    """Token dispatcher: one that sends a copy per expert, or one that sends each token to a rank only once.
+    """Token dispatcher: it sends a copy per expert, or each token once to the ranks of its experts, or to all ranks.
 
     By Megatron-Core's names (transformer_config.py, moe_token_dispatcher_type and moe_flex_dispatcher_backend).
     """
@@ -118,6 +118,7 @@ class Dispatcher(CodedEnum):
     ALL_TO_ALL = "alltoall"
     DEEPEP = "deepep"
     HYBRIDEP = "hybridep"
+    ALL_GATHER = "allgather"
 
 
 class Offload(CodedEnum):

@@ -20,6 +20,11 @@ _SCHEDULE_WORDS = {
     Schedule.ZB_V: "ZB-V",
     Schedule.DUALPIPE_V: "DualPipe-V",
 }
+_DISPATCHER_WORDS = {
+    Dispatcher.DEEPEP: "DeepEP",
+    Dispatcher.HYBRIDEP: "HybridEP",
+    Dispatcher.ALL_GATHER: "all-gather of tokens",
+}
 _SHARDING_WORDS = {
     Sharding.NONE: "unsharded",
     Sharding.ZERO1: "ZeRO-1",
@@ -58,7 +63,7 @@ def _joined(plan: ParallelPlan, schedule: str, sharding: str, *, has_vp: bool) -
         words.append("no sequence parallelism")
     words += [phrase for name, phrase in _PHRASES_OF_FLAGS if getattr(plan, name)]
     if plan.ep > 1 and plan.dispatcher != Dispatcher.ALL_TO_ALL:
-        words.append({"deepep": "DeepEP", "hybridep": "HybridEP"}[plan.dispatcher])
+        words.append(_DISPATCHER_WORDS[plan.dispatcher])
     if plan.rank_order != RankOrder.DP_BEFORE_PP:
         words.append(f"ranks {plan.rank_order}")
     if schedule:

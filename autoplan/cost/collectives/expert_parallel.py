@@ -8,7 +8,14 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
-from autoplan.cost.kernels.sizes import expert_imbalance, rank_expert_tokens, routed_tokens, sends_tokens_once
+from autoplan.cost.kernels.sizes import (
+    expert_imbalance,
+    gathers_tokens,
+    norm_tokens,
+    rank_expert_tokens,
+    routed_tokens,
+    sends_tokens_once,
+)
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.spec.enums import Dispatcher
 from autoplan.spec.plan import PlanBatch
@@ -27,12 +34,18 @@ AMD_DEEPEP_UNITS, AMD_FAR_DEEPEP_UNITS = 80.0, 32.0
 # as the links give.
 MOVED_PER_UNIT_BYTES_PER_S = 15e9
 
+# Bytes per token and expert that are gathered with the tokens: a flag of the routing map and a 16-bit score, whose
+# gradient returns (Megatron-LM d98e8a6, core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher).
+ROUTING_BYTES = 3.0
+
 
 class ExpertParallel(NamedTuple):
     """Collectives of one block of experts."""
 
     dispatch: Collective
     combine: Collective
+    gather_all: Collective  # of all tokens of the expert-parallel group, instead of `dispatch`
+    reduce_all: Collective  # instead of `combine`
     gather: Collective  # of tokens within an expert-tensor-parallel group, before the experts
     reduce: Collective  # after the experts
 
@@ -41,26 +54,26 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
     """Describe the collectives of one block of experts: two all-to-all of the routed tokens in each pass.
 
     The buffers contain every token once per expert that it visits; `copies` lets a dispatcher send it less often.  They
-    are those of the rank that receives most, for which the others wait.
+    are those of the rank that receives most, for which the others wait.  With an all-gather dispatcher, each pass
+    gathers all tokens and reduces all outputs instead.
     Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
     """
     framework, moe, groups = problem.framework, problem.model.moe, process_groups(batch)
     assert moe is not None
     width = moe.latent_size or problem.model.hidden_size
     routed = routed_tokens(problem, batch) * expert_imbalance(problem, batch) * width
-    gathered = 2.0 * rank_expert_tokens(problem, batch) * width
+    gathers = gathers_tokens(batch)
+    everything = norm_tokens(problem, batch) * batch.ep * (2.0 * width + ROUTING_BYTES * moe.num_experts)
+    gathered = np.where(gathers, batch.etp * everything, 2.0 * rank_expert_tokens(problem, batch) * width)
+    exchanges, all_at_once = np.where(gathers, 0.0, 1.0), np.where(gathers, 1.0, 0.0)
     copies = np.where(sends_tokens_once(problem, batch), moe.experts_per_token, 1)
+    exchange = {"forward": exchanges, "backward": exchanges, "copies": copies}
+    dispatched = framework.experts.bytes_per_dispatched * routed
     return ExpertParallel(
-        dispatch=Collective(
-            "ep",
-            "all_to_all",
-            groups.ep,
-            framework.experts.bytes_per_dispatched * routed,
-            forward=1.0,
-            backward=1.0,
-            copies=copies,
-        ),
-        combine=Collective("ep", "all_to_all", groups.ep, 2.0 * routed, forward=1.0, backward=1.0, copies=copies),
+        dispatch=Collective("ep", "all_to_all", groups.ep, dispatched, **exchange),
+        combine=Collective("ep", "all_to_all", groups.ep, 2.0 * routed, **exchange),
+        gather_all=Collective("ep", "all_gather", groups.ep, everything, forward=all_at_once, backward=all_at_once),
+        reduce_all=Collective("ep", "reduce_scatter", groups.ep, everything, forward=all_at_once, backward=all_at_once),
         gather=Collective("etp", "all_gather", groups.etp, gathered, forward=1.0, backward=1.0),
         reduce=Collective("etp", "reduce_scatter", groups.etp, gathered, forward=1.0, backward=1.0),
     )
@@ -69,11 +82,12 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
 def expert_parallel_s(problem: Problem, batch: PlanBatch, links: LinkTimes) -> Floats:
     """Time of the collectives of one block of experts in one pass, without overlap with another micro-batch."""
     described = expert_parallel(problem, batch)
-    dispatch, combine, gather, reduce = (sent.seconds(links) for sent in described)
+    dispatch, combine, gather_all, reduce_all, gather, reduce = (sent.seconds(links) for sent in described)
     dispatch = np.maximum(dispatch, _units_s(problem, batch, described.dispatch))
     combine = np.maximum(combine, _units_s(problem, batch, described.combine))
     host = problem.calibration.host * problem.framework.host.host_s_per_collective
-    return (dispatch + combine) + (gather + reduce) + 2 * host * (batch.ep > 1)
+    calls = np.where(gathers_tokens(batch), 4, 2)  # map, scores and tokens are gathered one by one
+    return (dispatch + combine) + (gather_all + reduce_all) + (gather + reduce) + calls * host * (batch.ep > 1)
 
 
 def _occupied_units(problem: Problem, batch: PlanBatch) -> Floats:

@@ -47,6 +47,7 @@ DISPATCH = {
     Dispatcher.ALL_TO_ALL: Launches(11, 9),
     Dispatcher.DEEPEP: Launches(10, 6),
     Dispatcher.HYBRIDEP: Launches(8, 5),
+    Dispatcher.ALL_GATHER: Launches(18, 10),  # with the gathers of map and scores, and the choice of the local ones
 }
 AROUND_EXPERTS = Launches(4, 6)
 PER_EXPERT = Launches(2, 4)  # in loops over the local experts

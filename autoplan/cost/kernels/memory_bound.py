@@ -19,6 +19,7 @@ from autoplan.cost.kernels.sequences import attended_len
 from autoplan.cost.kernels.sizes import (
     expert_tokens,
     gathers_narrow,
+    gathers_tokens,
     local_sizes,
     matrix_pieces,
     norm_tokens,
@@ -179,12 +180,13 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
             width = received * moe.expert_ffn_size
             all_widths = all_widths + width
             moved["expert_activation"] = Traffic(read * width, backward_read * width)
-            # By the ranks that send and by those that receive; where tokens are sent once, by the latter alone.
-            sorted_tokens = np.where(
-                sends_tokens_once(problem, batch), received, (routed_tokens(problem, batch) + received) / 2.0
-            )
-            permute = 4.0 * sorted_tokens * (moe.latent_size or hidden)  # both ways
-            moved["permute"] = Traffic(2 * permute, 2 * permute)
+            # By the ranks that send and by those that receive; where tokens are sent once, by the latter alone.  Of
+            # gathered tokens these write the outputs of all, also of those that their experts did not get.
+            is_one_sided = sends_tokens_once(problem, batch) | gathers_tokens(batch)
+            sorted_tokens = np.where(is_one_sided, received, (routed_tokens(problem, batch) + received) / 2.0)
+            others = np.where(gathers_tokens(batch), sliced * batch.ep - received, 0.0)
+            permute = (8.0 * sorted_tokens + 2.0 * others) * (moe.latent_size or hidden)  # both ways
+            moved["permute"] = Traffic(permute, permute)
             moved |= _op_by_op_traffic(problem, batch, received)
         cast = STORED_CAST_BYTES * all_widths * batch.fp8_activation_input
         moved["stored_cast"] = Traffic(cast, cast)

@@ -17,6 +17,7 @@ from autoplan.spec.problem import Problem
 
 # Bytes per quantised element: 8 bits, plus scales per block of 32 (MXFP8) or 16 (NVFP4) elements.
 NARROW_BYTES = {"fp8": 1.0, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16}
+ONE_COPY_DISPATCHERS = [Dispatcher.DEEPEP.code, Dispatcher.HYBRIDEP.code]
 BLOCKWISE_BYTES = 1.0 + 4 / 128  # 8 bits, plus an fp32 scale per 128 elements; a weight's scale serves 128 such rows
 
 
@@ -138,7 +139,12 @@ def pads_experts(problem: Problem, batch: PlanBatch) -> Bools:
 
 def sends_tokens_once(problem: Problem, batch: PlanBatch) -> Bools:
     """Return which plans send a token only once to a rank or node, where a kernel sorts it by expert."""
-    return (batch.ep > 1) & (batch.dispatcher != Dispatcher.ALL_TO_ALL.code)
+    return (batch.ep > 1) & np.isin(batch.dispatcher, ONE_COPY_DISPATCHERS)
+
+
+def gathers_tokens(batch: PlanBatch) -> Bools:
+    """Return which plans send every token to all expert-parallel ranks, which choose those of their experts."""
+    return np.asarray((batch.ep > 1) & (batch.dispatcher == Dispatcher.ALL_GATHER.code))
 
 
 def local_sizes(linear: Linear, batch: PlanBatch) -> tuple[Floats, Floats]:

@@ -13,7 +13,14 @@ import numpy as np
 from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
-from autoplan.cost.kernels.sizes import head_columns, local_sizes, norm_tokens, rank_tokens, widest_mlp
+from autoplan.cost.kernels.sizes import (
+    gathers_tokens,
+    head_columns,
+    local_sizes,
+    norm_tokens,
+    rank_tokens,
+    widest_mlp,
+)
 from autoplan.cost.memory.activations import (
     activation_bytes,
     block_bytes,
@@ -80,6 +87,10 @@ def transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, rep
     # The input of SwiGLU is 16 bits wide again where it was stored in 8.
     transient = transient + 2 * element * tokens * widest_mlp(model) / batch.tp * batch.fp8_activation_input
     transient = np.maximum(transient, problem.framework.memory.transient_layers * repeat_bytes)
+    if model.moe:
+        # All tokens of the expert-parallel group: the buffer that gathers them, and the outputs of the local experts.
+        width = model.moe.latent_size or model.hidden_size
+        transient = transient + 2 * element * sliced * batch.ep * batch.etp * width * gathers_tokens(batch)
     buffers = problem.framework.memory.bytes_per_gathered_hidden * tokens * model.hidden_size * batch.sp
     # The head's hidden states count with the logits.
     gathers = ~blocks.is_last

@@ -190,8 +190,10 @@ def _write_dispatcher(file: PlanFile) -> dict[str, Value]:
     plan = file.best.plan
     if file.model.moe is None:
         return {}
-    if plan.ep == 1 or plan.dispatcher == Dispatcher.ALL_TO_ALL:
+    if plan.ep == 1:
         return {"moe_token_dispatcher_type": "alltoall"}
+    if plan.dispatcher not in _BACKENDS.values():
+        return {"moe_token_dispatcher_type": str(plan.dispatcher)}
     return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": str(plan.dispatcher)}
 
 
@@ -208,6 +210,8 @@ def _read_dispatcher(reading: Reading) -> Fields:
             option = arguments.name("moe_flex_dispatcher_backend")
             raise InputError(f"{option} {backend[:30]!r} is not one of {', '.join(_BACKENDS)}")
         return {"dispatcher": _BACKENDS[backend]}
+    if kind == "allgather":
+        return {"dispatcher": Dispatcher.ALL_GATHER}
     if kind != "alltoall":
         arguments.remark("moe_token_dispatcher_type", "priced as all-to-all")
     return {}

@@ -96,7 +96,8 @@ def _expert_width(workload: Workload, batch: PlanBatch) -> Bools:
 def _ep_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     repeats = (batch.recompute == FULL) | batch.repeats(RecomputeModule.MOE)
     layers = (workload.model.num_mtp_layers <= 1) & (workload.model.mamba is None)
-    return ~batch.ep_overlap | (layers & (batch.ep > 1) & ((batch.pp == 1) | (batch.vp > 1)) & ~repeats)
+    exchanges = (batch.ep > 1) & (batch.dispatcher != Dispatcher.ALL_GATHER.code)
+    return ~batch.ep_overlap | (layers & exchanges & ((batch.pp == 1) | (batch.vp > 1)) & ~repeats)
 
 
 def _shared_overlap(workload: Workload, batch: PlanBatch) -> Bools:
@@ -226,8 +227,9 @@ COMMON: tuple[Rule, ...] = (
         source=f"{_CONFIG}:3002",
         holds=_ep_overlap,
         text=lambda s, p: (
-            f"ep_overlap needs ep > 1, vp > 1 in a pipeline, no recompute of the experts and no Mamba layers, got ep "
-            f"{p.ep} pp {p.pp} vp {p.vp} recompute {p.recompute!r}: leave ep_overlap out"
+            f"ep_overlap needs ep > 1 and another dispatcher than allgather, vp > 1 in a pipeline, no recompute of the "
+            f"experts and no Mamba layers, got ep {p.ep}, {p.dispatcher}, pp {p.pp}, vp {p.vp} and recompute "
+            f"{p.recompute!r}: leave ep_overlap out"
         ),
     ),
     Rule(

@@ -59,7 +59,10 @@ _BEFORE: dict[str, tuple[Rule, ...]] = {
             text=lambda s, p: "recompute of shared_experts is known of other versions only: leave it out",
         ),
     ),
-    "0.16": options_lacked(("dispatcher", "dynamic_cp")),
+    "0.16": (
+        *options_lacked(("dynamic_cp",)),
+        SupportedWords(axis="dispatcher", words=("alltoall", "allgather"), source="training/arguments.py:3131").rule(),
+    ),
     "0.18": options_lacked(("cuda_graphs",)),
 }
 
