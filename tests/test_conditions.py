@@ -58,3 +58,25 @@ def test_an_option_that_only_a_branch_gives_is_named(tmp_path: Path) -> None:
     item = conditions(tmp_path, "if [ -f /x ]; then EXTRA=--some-option-of-a-fork; fi\n")["if [ -f /x ]"]
     assert item.matters
     assert "--some-option-of-a-fork, not read" in item.why
+
+
+def test_a_batch_of_no_whole_number_of_micro_batches_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"TP=1 DATA=a\n{TRAINING.replace('--global-batch-size 8', '--global-batch-size 4')}")
+    (item,) = (item for item in read_launch(path, make_context()).unread if item.option == "global batch")
+    assert item.matters
+    assert "micro-batches of 1 on 8 replicas" in item.why
+
+
+def test_a_script_that_starts_other_runs_too_says_that_the_last_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"DATA=a\nTP=1\n{TRAINING}TP=2\n{TRAINING}")
+    launch = read_launch(path, make_context())
+    assert launch.plan.tp == 2
+    assert any(item.option == "2 commands" and item.matters for item in launch.unread)
+
+
+def test_a_command_that_is_repeated_is_one_run(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"DATA=a TP=1\n{TRAINING}{TRAINING}")
+    assert not any("commands" in item.option for item in read_launch(path, make_context()).unread)

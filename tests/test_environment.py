@@ -37,3 +37,19 @@ def test_a_script_lists_what_its_command_sees(tmp_path: Path) -> None:
     assert unread["NVTE_FLASH_ATTN"].matters
     assert "the host is priced as running ahead" in unread["CUDA_LAUNCH_BLOCKING"].why
     assert "NOT_SEEN" not in unread
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "megatron sft --model Qwen/Qwen2.5-14B --micro_batch_size 1 --global_batch_size 8 --max_length 4096",
+        "python scripts/training/run_recipe.py --recipe llama32_1b_pretrain_config train.global_batch_size=8",
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2 "
+        "actor_rollout_ref.model.path=Qwen/Qwen2.5-7B-Instruct data.max_prompt_length=1024 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    ],
+)
+def test_scripts_of_every_reader_list_it(tmp_path: Path, command: str) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"export CUDA_LAUNCH_BLOCKING=1\n{command}\n")
+    assert "CUDA_LAUNCH_BLOCKING" in [item.option for item in read_launch(path, make_context(devices=8)).unread]

@@ -432,3 +432,11 @@ def test_plans_are_those_of_the_search() -> None:
         ParallelPlan(global_batch=8, sharding="none", param_gather_overlap=False)
         == read(changed({"optimizer.zero_stage": 0}, nanotron(global_batch=8)), LaunchContext()).plan
     )
+
+
+def test_an_encoder_beside_the_model_of_text_is_listed_where_the_person_gives_the_model() -> None:
+    launch = read(
+        changed({"model.model_config": {"text_config": {"hidden_size": 8}, "vision_config": {"hidden_size": 8}}}),
+        LaunchContext(model=LLAMA_8B),
+    )
+    assert [item.option for item in launch.unread if item.matters] == ["model.model_config.vision_config"]

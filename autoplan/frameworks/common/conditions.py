@@ -1,4 +1,4 @@
-"""Conditions of a script that only a running shell decides: does what is started depend on them?"""
+"""Checks of a launch that hold for every format: conditions that only a running shell decides, and the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_SHOWN = 3  # differences in a message
 
 def with_conditions(reader: Reader, text: str, context: LaunchContext) -> Launch:
     """Read a launch; conditions that are not decided matter where the launch is another if they hold, or do not."""
-    launch = reader.read(text, context)
+    launch = _counted(reader.read(text, context))
     undecided = [
         item for item in launch.unread if item.why == UNDECIDED and not item.matters and FIRST_ROUND not in item.option
     ]
@@ -30,6 +30,16 @@ def with_conditions(reader: Reader, text: str, context: LaunchContext) -> Launch
         return launch
     unread = (found.get(item, item) for item in launch.unread)
     return replace(launch, unread=tuple(sorted(unread, key=lambda item: not item.matters)))
+
+
+def _counted(launch: Launch) -> Launch:
+    """Return the launch, with a remark if its step is no whole number of micro-batches on every replica."""
+    plan = launch.plan
+    if plan.num_microbatches * plan.micro_batch * plan.dp == plan.global_batch:
+        return launch
+    why = f"no whole number of micro-batches of {plan.micro_batch:,} on {plan.dp:,} replicas: pass the right --devices"
+    uneven = Unread(option="global batch", value=f"{plan.global_batch:,}", why=why)
+    return replace(launch, unread=(uneven, *launch.unread))
 
 
 def _change(reader: Reader, text: str, context: LaunchContext, launch: Launch) -> str:

@@ -34,6 +34,7 @@ _DIRECTIVES = {
 }
 SUFFIXES = (".sh", ".slurm", ".sbatch", ".bash")  # of scripts
 FIRST_ROUND = " (the first round is read)"  # behind the name of a loop's variable
+_LAST = "start training with different arguments: the last one is read"
 UNDECIDED = "only known in a running shell"  # why a condition is listed
 _OF_A_JOB = (*_NODES, *_GPUS, *_TASKS)
 _SUBMISSION = re.compile(r"=\"?\$\(((?:.*[ /;&])?(?:sbatch|qsub) .*)\)\"?$", re.DOTALL)  # of a job whose number is kept
@@ -67,6 +68,7 @@ class Script:
     open: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
+    num_starts: int = 0  # of the program that is looked for, with different arguments
 
     def unread(self) -> list[Unread]:
         """Return the conditions, files and variables of the environment that were not read."""
@@ -75,6 +77,7 @@ class Script:
             *(Unread(option=item, value="", why=UNDECIDED, matters=False) for item in dict.fromkeys(self.open)),
             *(Unread(option=f"source {file}", value="", why=why) for file in self.missing),
             *unread_variables(self.environment),
+            *[Unread(option=f"{self.num_starts} commands", value="", why=_LAST)] * (self.num_starts > 1),
         ]
 
 

@@ -114,10 +114,13 @@ def _options(text: str, context: LaunchContext) -> Options:
     if loss := _OTHER_LOSS.search(before[-1]):
         raise InputError(f"{before[-1]} ({loss[0]}): only training on the next token is priced")
     arguments: list[Argument] = []
+    defaults: dict[str, Argument] = {}  # of base.yml
     missing = script.unread()
     for word in words:
         if word.endswith((".yml", ".yaml")):
-            if content := read_beside(word, context.folder):
+            if (content := read_beside(word, context.folder)) and word.endswith("base.yml"):
+                defaults |= Options.of_table(parse_yaml(*content)).arguments
+            elif content:
                 arguments += Options.of_table(_with_base(parse_yaml(*content), context)).arguments.values()
             elif not word.endswith("base.yml"):  # base.yml only contains the defaults
                 why = f"{word.rpartition('/')[2]} is not beside this file: put it there"
@@ -126,7 +129,11 @@ def _options(text: str, context: LaunchContext) -> Options:
             text = pair[2]
             value = Unknown(text) if is_open(text) else parse_yaml(f"{pair[1]}: {text}", word)[pair[1]]
             arguments.append(Argument(pair[1], pair[2], pair[1], value))
-    return Options(arguments, remarks=missing)
+    options = Options([*defaults.values(), *arguments], remarks=missing)
+    options.pass_over(
+        *(defaults.keys() - {argument.name for argument in arguments})
+    )  # those not known have no other value
+    return options
 
 
 def _program_at(words: Sequence[str]) -> int | None:

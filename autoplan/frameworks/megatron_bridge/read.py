@@ -128,6 +128,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         if words is None:
             raise InputError("no command of the script starts run_recipe.py")
         devices = num_devices(before, script, text)
+        recipe.unread += script.unread()
         _overrides(words, recipe)
     else:
         _python(text, context, recipe)

@@ -157,6 +157,7 @@ def started(
 ) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """Return the words before and after the last start of the program (None if absent), also from nested scripts."""
     start: tuple[tuple[str, ...], tuple[str, ...] | None] = ((), None)
+    starts = set[tuple[str, ...] | None]()
     for command in script.commands:
         if command.words[:1] in (("echo",), ("printf",)):
             continue
@@ -167,6 +168,8 @@ def started(
             before, words = started(nested, entry, context, depth + 1)
             if words is not None:
                 start = ((*command.words, *before), words)
+        starts.add(start[1])
+    script.num_starts = len(starts - {None})
     return start
 
 
@@ -216,8 +219,8 @@ def num_devices(before: Sequence[str], script: Script, text: str) -> int | None:
         return _product(per_node, nodes)
     if any(word.endswith("deepspeed") for word in before) and "num_gpus" in options:
         return _product(options["num_gpus"], options.get("num_nodes", "1"))
-    if any(word.endswith("deepspeed") for word in before) and "include" in options:
-        return _included(options["include"])
+    if any(word.endswith("deepspeed") for word in before) and (hosts := options.get("include") or options.get("i")):
+        return _included(hosts)
     directives = _options([word for line in re.findall(r"(?m)^\s*#SBATCH\s+(.*)$", text) for word in line.split()])
     for name in ("ntasks", "n", "np"):
         if name in options:

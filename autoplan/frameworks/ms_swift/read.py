@@ -109,7 +109,9 @@ def _with_megatron(text: str, context: LaunchContext) -> Launch:
     before, words = started(script, Entry(position, lambda inner: "megatron" in inner), context)
     if words is None:
         raise InputError("no command of the script is megatron sft or megatron pt")
-    arguments = Options(_renamed(given_arguments(words)), MEGATRON_DEFAULTS, way_out="pass --model")
+    arguments = Options(
+        _renamed(given_arguments(words)), MEGATRON_DEFAULTS, way_out="pass --model", remarks=script.unread()
+    )
     _check(arguments)
     if arguments.text("attn_impl") == "eager":
         arguments.remark("attn_impl", "priced as flash attention")

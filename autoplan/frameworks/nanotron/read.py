@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
@@ -62,6 +63,8 @@ def read(text: str, context: LaunchContext) -> Launch:
     else:
         model = context.model
         config.pass_over(*config.arguments)
+        for key in [key for key, argument in config.arguments.items() if _is_model(argument.value, key)]:
+            config.remark(key, "a model in the model, of which --model says all that is priced")
     model_options.pass_over("init_method")
     for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop"):
         if config.is_other(key, 0):
@@ -148,6 +151,11 @@ def _experts(config: Options, num_layers: int) -> Experts | None:
         if layers == [at for at in range(first, num_layers) if (at + 1) % interval == 0]:
             return replace(experts, num_dense_layers=first, interval=interval)
     raise InputError("model.model_config.moe_config.layers must be all from one on, or every n-th, in order")
+
+
+def _is_model(value: Any, key: str) -> bool:
+    """Return whether a value describes a model of its own, such as an encoder of images."""
+    return isinstance(value, dict) and key.endswith("_config") and key not in ("text_config", "moe_config")
 
 
 def _plan(parallelism: Options, tokens: Options, optimizer: Options, model: ModelSpec) -> ParallelPlan:

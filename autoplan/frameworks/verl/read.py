@@ -81,6 +81,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     arguments = Options(_arguments(settings), DEFAULTS, way_out="pass --model")
     for key in [key for key in arguments.arguments if _HARMLESS.match(key)]:
         arguments.pass_over(key)
+    arguments.remarks += script.unread()
     remark_assumed(_ASSUMED, arguments)
     if before[-1] == _PPO:
         why = "the update of the actor alone is priced: rollout, reference and rewards are left alone"
