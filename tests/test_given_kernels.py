@@ -16,6 +16,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.processes import CrewError
 from autoplan.profiler.operations.given_kernels import check_runs, given_kernels
 from autoplan.profiler.operations.inputs import InputFactory, StagedRun
+from autoplan.profiler.operations.kernels import _experts
 from autoplan.profiler.store import Choice, open_store
 from autoplan.spec.operations import Operation
 
@@ -31,6 +32,16 @@ class Linear(torch.nn.Linear):
     def forward(self, x):
         CALLS.append(("product", tuple(x.shape), self.weight.requires_grad, x.requires_grad))
         return super().forward(x)
+
+class Grouped(torch.nn.Module):
+    def __init__(self, experts, inputs, outputs, bias):
+        super().__init__()
+        assert not bias
+        self.weights = torch.nn.ParameterList(torch.randn(outputs, inputs) / inputs**0.5 for _ in range(experts))
+
+    def forward(self, x, rows):
+        CALLS.append(("grouped", tuple(x.shape), tuple(rows), len(self.weights)))
+        return torch.cat([part @ weight.T for part, weight in zip(x.split(rows), self.weights, strict=True)])
 
 class Norm(torch.nn.RMSNorm):
     pass
@@ -94,6 +105,23 @@ def test_attention_sees_tokens_before_heads_and_its_first_result_counts(mine: Pa
     assert output.shape == (2, 16, 4, 8)
     assert calls == [("attention", (2, 16, 4, 8), (2, 16, 2, 8))]
     assert run_of(mine, "attention", "attention_backward", 2, 16, 4, 2, 8, 0)[1] == calls
+
+
+def test_experts_are_two_grouped_products_of_the_rows_that_torch_has(mine: Path) -> None:
+    shape = (256, 32, 64, 2, 8, 2, 4)  # 2 of 8 experts here, half as wide, of 64 rows each
+    expected = [("grouped", (128, 32), (64, 64), 2), ("grouped", (128, 32), (64, 64), 2)]
+    output, calls = run_of(mine, "Grouped", "experts", *shape)
+    assert isinstance(output, torch.Tensor)
+    assert output.shape == (128, 32)
+    assert calls == expected
+    torch_inputs = _experts(InputFactory(device=CPU, dtype="fp32", kernel="mm each"), *shape)[1]
+    assert torch_inputs[0].shape == output.shape
+    kernel = given_kernels({"experts": f"{mine}:Grouped"})["experts_backward"]
+    run = kernel.build("experts_backward", shape, InputFactory(device=CPU, dtype="fp32", kernel=kernel.name))
+    assert isinstance(run, StagedRun)
+    graph, output = run.prepare()
+    assert [tuple(wanted.shape) for wanted in graph.wanted] == [(128, 32), *2 * [(64, 32)], *2 * [(32, 32)]]
+    run.run((graph, output))
 
 
 def test_a_changed_file_is_another_kernel_and_a_library_says_its_version(mine: Path) -> None:

@@ -85,8 +85,8 @@ KernelsOption = Annotated[
     typer.Option(
         "--kernel",
         metavar="OPERATION=MODULE:NAME",
-        help="Measure this class or function instead of torch's kernel of gemm, attention, norm or optimizer "
-        "(repeatable): attention=flash_attn:flash_attn_func, gemm=mine.py:Linear.",
+        help="Measure this class or function instead of torch's kernel of gemm, attention, experts, norm or "
+        "optimizer (repeatable): attention=flash_attn:flash_attn_func, gemm=mine.py:Linear.",
     ),
 ]
 LimitOption = Annotated[str, typer.Option(metavar="TIME", help="Time after which a rank counts as hung.")]

@@ -6,6 +6,8 @@ They are named MODULE:NAME, or FILE.py:NAME.  What is called, with numbers in th
 - `norm`: a class like `torch.nn.RMSNorm`, made with (hidden size).
 - `attention`: a function of (queries, keys, values, causal=True), each of batch, tokens, heads, width; of several
   results the first one is the output.
+- `experts`: a class like Transformer Engine's `GroupedLinear`, made with (experts, inputs, outputs, bias=False), called
+  with (inputs sorted by expert, [how many each expert has]); what is between the two products is torch's.
 - `optimizer`: a class like `torch.optim.AdamW`, made with ([weights in fp32], lr=...).
 """
 
@@ -27,8 +29,8 @@ from torch import Tensor, nn
 from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
 from autoplan.profiler.operations.inputs import DTYPES, InputFactory, Run, StagedRun, in_turns, num_sets
-from autoplan.profiler.operations.kernels import TINY, optimizer_step
-from autoplan.spec.operations import GIVEN_KERNELS, PRODUCTS, Operation
+from autoplan.profiler.operations.kernels import TINY, expert_sizes, gated, optimizer_step
+from autoplan.spec.operations import EXPERTS, GIVEN_KERNELS, PRODUCTS, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,10 @@ class GivenKernel:
         """Build a call on the next set of inputs."""
         if operation == "optimizer":
             return optimizer_step(factory, shape[0], self.call)
-        make = _product if operation in PRODUCTS else _attention if operation.startswith("attention") else _norm
-        first, touched_bytes = make(self.call, operation, shape, factory)
+        first, touched_bytes = _MAKERS[operation](self.call, operation, shape, factory)
         count = num_sets(touched_bytes, factory.device)
-        calls = [first, *(make(self.call, operation, shape, factory)[0] for _ in range(count - 1))]
-        if operation in ("gemm", "attention", "norm"):
+        calls = [first, *(_MAKERS[operation](self.call, operation, shape, factory)[0] for _ in range(count - 1))]
+        if operation in GIVEN_KERNELS:  # the forward pass
             return in_turns([call.forward for call in calls])
         prepare = in_turns([lambda call=call: (call, call.forward()) for call in calls])  # type: ignore[misc]
         return StagedRun(prepare=prepare, run=lambda prepared: prepared[0].backward(prepared[1]))
@@ -170,3 +171,28 @@ def _attention(
 
     touched_bytes = 2 * factory.torch_dtype.itemsize * (q.numel() + k.numel())
     return _Graph(forward, [q, k, v], torch.randn_like(q)), touched_bytes
+
+
+def _experts(
+    call: Callable[..., Any], operation: Operation, shape: tuple[int, ...], factory: InputFactory
+) -> tuple[_Graph, int]:
+    tokens, hidden_size, *sizes = shape
+    num_experts, expert_tokens, width = expert_sizes(tokens, *sizes)
+    rows = [expert_tokens] * num_experts
+    up = _module(call, factory, num_experts, hidden_size, 2 * width, bias=False)
+    down = _module(call, factory, num_experts, width, hidden_size, bias=False)
+    x = factory.normal(sum(rows), hidden_size, grad=True)
+    graph = _Graph(
+        lambda: down(gated(up(x, rows)), rows), [x, *up.parameters(), *down.parameters()], torch.randn_like(x)
+    )
+    weights_bytes = 3 * num_experts * width * hidden_size
+    return graph, factory.torch_dtype.itemsize * (weights_bytes + sum(rows) * (2 * hidden_size + 3 * width))
+
+
+_Maker = Callable[[Callable[..., Any], Operation, tuple[int, ...], InputFactory], tuple[_Graph, int]]
+_MAKERS: dict[Operation, _Maker] = {
+    **dict.fromkeys(PRODUCTS, _product),
+    **dict.fromkeys(GIVEN_KERNELS["attention"], _attention),
+    **dict.fromkeys(EXPERTS, _experts),
+    **dict.fromkeys(GIVEN_KERNELS["norm"], _norm),
+}

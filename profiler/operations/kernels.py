@@ -200,25 +200,33 @@ def _experts(
     ep: int,
 ) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """Build experts with the same number of tokens each, sorted by expert as after the exchange."""
-    local, width = num_experts // ep, ffn_size // etp
-    expert_tokens = max(round(tokens * experts_per_token / num_experts / _ROWS), 1) * _ROWS
+    local, expert_tokens, width = expert_sizes(tokens, ffn_size, experts_per_token, num_experts, etp, ep)
     up = torch.stack([factory.weight(hidden_size, 2 * width).detach() for _ in range(local)]).requires_grad_()
     down = torch.stack([factory.weight(width, hidden_size).detach() for _ in range(local)]).requires_grad_()
     sizes = [expert_tokens] * local
     ends = torch.tensor(sizes, device=factory.device).cumsum(0).to(torch.int32)
 
     def grouped(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return F.grouped_mm(_gated(F.grouped_mm(x, up, offs=ends)), down, offs=ends)
+        return F.grouped_mm(gated(F.grouped_mm(x, up, offs=ends)), down, offs=ends)
 
     def each(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
         parts = zip(torch.split(x, sizes), up, down, strict=True)
-        return torch.cat([_gated(part @ into) @ back for part, into, back in parts])
+        return torch.cat([gated(part @ into) @ back for part, into, back in parts])
 
     x = factory.normal(local * expert_tokens, hidden_size, grad=True)
     return grouped if factory.kernel == "grouped_mm" else each, [x, up, down]
 
 
-def _gated(x: Tensor) -> Tensor:
+def expert_sizes(
+    tokens: int, ffn_size: int, experts_per_token: int, num_experts: int, etp: int, ep: int
+) -> tuple[int, int, int]:
+    """Return (experts, tokens of each, width) on one rank."""
+    expert_tokens = max(round(tokens * experts_per_token / num_experts / _ROWS), 1) * _ROWS
+    return num_experts // ep, expert_tokens, ffn_size // etp
+
+
+def gated(x: Tensor) -> Tensor:
+    """Return the products of the halves, the first through SiLU."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -231,7 +239,7 @@ def _norm(
 
 
 def _swiglu(factory: InputFactory, tokens: int, ffn_size: int) -> tuple[Callable[[Tensor], Tensor], list[Tensor]]:
-    return _gated, [factory.normal(tokens, 2 * ffn_size, grad=True)]
+    return gated, [factory.normal(tokens, 2 * ffn_size, grad=True)]
 
 
 def _angles(factory: InputFactory, tokens: int, head_dim: int) -> tuple[Tensor, Tensor]:
