@@ -425,6 +425,27 @@ def test_a_damaged_file_is_read_or_refused(text: str) -> None:
         assert read(text, LaunchContext(num_devices=16)).plan.num_devices == 16
 
 
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        ("--debug.deterministic", "debug.deterministic"),
+        ("--debug.detect_anomaly", "debug.detect_anomaly"),
+        ("--debug.seed 1 --debug.no_deterministic", ""),
+        ("--override.imports mine.fused_experts", "override.imports"),
+        ("--compile.enable --compile.backend aot_eager", "compile.backend"),
+        ("--parallelism.context_parallel_load_balancer None", ""),  # of one rank
+        ("--parallelism.context_parallel_degree 2", ""),
+        ("--parallelism.context_parallel_degree 2 --parallelism.context_parallel_load_balancer None", "balancer"),
+        ("--parallelism.context_parallel_degree 2 --parallelism.context_parallel_load_balancer ptrr", ""),
+        ("--parallelism.spmd_backend partial_dtensor", "parallelism.spmd_backend"),
+    ],
+)
+def test_what_changes_kernels_and_hosts_is_listed(words: str, option: str) -> None:
+    name = "parallelism.context_parallel_load_balancer" if option == "balancer" else option
+    launch, plain = (read(line, LaunchContext()) for line in (f"{COMMAND} {words}", COMMAND))
+    assert matters(launch) - matters(plain) == {name} - {""}
+
+
 def test_settings_of_a_table_that_is_not_known_are_listed() -> None:
     text = (
         "from torchtitan.models.llama3 import model_registry\ndef plan(base):\n"

@@ -18,7 +18,7 @@ from autoplan.frameworks.common.option_table import (
     switch,
     word,
 )
-from autoplan.frameworks.common.options import Options, show
+from autoplan.frameworks.common.options import Argument, Options, show
 from autoplan.frameworks.fsdp2.options import SCHEDULES
 from autoplan.spec.enums import Fp8Scaling, MainWeights, Offload, ReduceType, Sharding
 from autoplan.spec.model import ModelSpec
@@ -28,7 +28,7 @@ from autoplan.spec.plan_file import PlanFile
 # Sections that affect neither time nor memory, or that are not part of a plan.
 ASIDE = (
     *("hf_assets_path", "dump_folder", "profiler", "profiling", "metrics", "tokenizer", "dataloader"),
-    *("lr_scheduler", "checkpoint", "comm", "debug", "validator", "validation", "job", "loss", "override"),
+    *("lr_scheduler", "checkpoint", "comm", "validator", "validation", "job", "loss"),
 )
 CONVERTERS = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}  # prefixes of class names in 0.3
 OLD_CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}  # in 0.2
@@ -130,12 +130,32 @@ _OPTIMIZER = (
     Assumed("implementation", ("fused",), "one fused update is priced"),
     Assumed("early_step_in_backward", (False,), "priced without it"),
 )
+_BALANCER = "context_parallel_load_balancer"
+_CONTEXT = (
+    Assumed(_BALANCER, ("headtail", "ptrr"), "ranks are priced with equal shares of causal attention"),
+    Assumed("context_parallel_rotate_method", ("allgather",), "priced as with allgather"),
+)
+_PARALLELISM = (Assumed("spmd_backend", ("spmd_types",), "hosts are priced as with the default"),)
+_DEBUGGING = (
+    Assumed("deterministic", (False,), "deterministic kernels are not priced"),
+    Assumed("batch_invariant", (False,), "kernels and sums in a fixed order are not priced"),
+    Assumed("detect_anomaly", (False,), "checks of all gradients are not priced"),
+    Assumed("spmd_typechecking", (False,), "checks of types are not priced"),
+)
+_COMPILATION = (Assumed("backend", ("inductor",), "priced as compiled by inductor"),)
 
 
-def read_assumed(training: Options, optimizer: Options) -> None:
-    """Remark on options of these sections that plans do not have, if they differ from the assumed value."""
+def read_assumed(options: Options) -> None:
+    """Remark on options that plans do not have, if they differ from the assumed value."""
+    training, optimizer, debugging = (options.inside(name) for name in ("training", "optimizer", "debug"))
     remark_assumed(_ASSUMED, training)
     remark_assumed(_OPTIMIZER, optimizer)
+    remark_assumed(_DEBUGGING, debugging)
+    debugging.pass_over(*debugging.arguments)
+    remark_assumed(_COMPILATION, options.inside("compile"))
+    if (replacements := options.inside("override")).value("imports"):
+        replacements.remark("imports", "what they put in the place of modules is not read")
+    replacements.pass_over(*replacements.arguments)
     optimizer.pass_over("lr", "eps", "beta1", "beta2", "weight_decay")
     training.pass_over(
         "steps", "max_norm", "gc_freq", "gc_debug", "dataset", "dataset_path", "seq_len", "max_context_length"
@@ -154,7 +174,6 @@ _EXPERTS = count("expert_parallel_degree", "ep", 1)
 _SHARDS, _RESHARD = "data_parallel_shard_degree", "fsdp_reshard_after_forward"
 # Known options without a modelled cost.
 _PARALLELISM_ASIDE = (
-    *("spmd_backend", "context_parallel_load_balancer", "context_parallel_rotate_method"),
     *("context_parallel_ptrr_mask_key", "pipeline_parallel_expert_parallel_overlap", "expert_tensor_parallel_degree"),
 )
 
@@ -209,7 +228,12 @@ def read_sharding(parallelism: Options, degrees: dict[str, int], model: ModelSpe
     etp = parallelism.count("expert_tensor_parallel_degree", 1) if ep > 1 else tp
     if parallelism.is_other("expert_parallel_comm_backend", "standard"):
         parallelism.remark("expert_parallel_comm_backend", "priced as all-to-all")
-    parallelism.pass_over(*_PARALLELISM_ASIDE)
+    if cp > 1:
+        if parallelism.is_null(_BALANCER):  # which is none of torch's
+            parallelism.arguments[_BALANCER] = Argument(parallelism.name(_BALANCER), "none", _BALANCER, "none")
+        remark_assumed(_CONTEXT, parallelism)
+    remark_assumed(_PARALLELISM, parallelism)
+    parallelism.pass_over(*_PARALLELISM_ASIDE, *(option.key for option in _CONTEXT))
     return {
         "tp": tp,
         "sp": sp and tp > 1,

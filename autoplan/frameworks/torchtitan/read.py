@@ -405,7 +405,7 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
         **read_fields((STATES, REDUCTION), training),
     }
     axes["offload"] = read_offload(training, (OFFLOAD.key,), axes)
-    read_assumed(training, options.inside("optimizer"))
+    read_assumed(options)
     seq_len = context.seq_len or read_sequence(training)
     return Launch(
         target="torchtitan",
@@ -424,7 +424,6 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
 
 
 def _compiled(compiling: Options) -> bool:
-    compiling.pass_over("backend")
     components = compiling.value("components")
     return compiling.flag("enable") and (not isinstance(components, list) or "model" in components)
 
