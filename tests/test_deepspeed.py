@@ -315,7 +315,12 @@ def test_stage_3_alone_offloads_parameters() -> None:
             "zero_optimization.offload_param.device",
         ),
         ({"zero_optimization.offload_optimizer": {"device": "nvme"}}, "zero_optimization.offload_optimizer.device"),
+        (
+            {"zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            "zero_optimization.offload_optimizer.pin_memory",
+        ),
         ({"optimizer.type": "Lamb"}, "optimizer.type"),
+        ({"optimizer.params": {"torch_adam": True}}, "optimizer.params"),
         ({"pipeline.stages": 4}, "pipeline.stages"),
         (
             {"bf16": None, "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},

@@ -250,6 +250,8 @@ def test_the_person_wins_over_the_file() -> None:
             "optimizer.optimizer_factory.torch_adam_is_fused",
         ),
         ({"model.model_config.attn_pdrop": 0.1}, "model.model_config.attn_pdrop"),
+        ({"metrics_logging": {"log_level": 1, "log_detail_interval": 1}}, "metrics_logging.log_level"),
+        ({"data_stages": [{"name": "long", "sequence_length": 16384}]}, "data_stages"),
     ],
 )
 def test_what_is_not_priced_is_listed(changes: dict[str, Any], option: str) -> None:

@@ -272,8 +272,11 @@ def _compressed(zero: Options, sharding: Sharding) -> Fields:
 def _offload(zero: Options, sharding: Sharding) -> Fields:
     """Return what is on the host; stages below 3 have no part of the optimizer there (runtime/zero/stage3.py)."""
     section, weights = zero.inside("offload_optimizer"), zero.inside("offload_param")
-    section.pass_over("pin_memory", "buffer_count", "fast_init", "pipeline_read", "pipeline_write", "nvme_path")
-    weights.pass_over("pin_memory", "buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
+    section.pass_over("buffer_count", "fast_init", "pipeline_read", "pipeline_write", "nvme_path")
+    weights.pass_over("buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
+    for part in (section, weights):
+        if not part.flag("pin_memory", True) and part.is_other("device", "none"):
+            part.remark("pin_memory", "copies are priced to and from pinned memory")
     device = section.word("device", {"none": None, "cpu": "cpu", "nvme": "nvme"}, "none")
     if device == "nvme":
         section.remark("device", "priced as the memory of the host")
@@ -321,6 +324,9 @@ def remark_unpriced(options: Options, zero: Options) -> None:
     remark_assumed(ZERO, zero)
     optimizer, pipeline = options.inside("optimizer"), options.inside("pipeline")
     optimizer.pass_over("params", "legacy_fusion")
+    settings = optimizer.value("params")
+    if isinstance(settings, dict) and settings.get("torch_adam") is True:
+        optimizer.remark("params", "with torch_adam, where a fused update is priced")
     if str(optimizer.value("type") or _ADAM[0]).lower() not in _ADAM:
         optimizer.remark("type", "Adam is priced")
     for key in pipeline.arguments:

@@ -51,7 +51,10 @@ def read(text: str, context: LaunchContext) -> Launch:
     """Return the launch of a configuration; the number of devices is the product of its degrees."""
     options = Options.of_table(parse_yaml(text, "nanotron configuration"))
     # These affect neither time nor memory.
-    options.pass_over("checkpoints", "data_stages", "lighteval", "logging", "metrics_logging", "s3_upload", "tokenizer")
+    options.pass_over("checkpoints", "lighteval", "logging", "s3_upload", "tokenizer")
+    if (metrics := options.inside("metrics_logging")).count("log_level", 0, least=0):
+        metrics.remark("log_level", "norms for the log, every log_detail_interval steps, are not priced")
+    metrics.pass_over(*metrics.arguments)
     general = options.inside("general")
     general.pass_over("project", "seed", "step", "consumed_train_samples", "benchmark_csv_path", "ignore_sanity_checks")
     run = general.value("run")
@@ -74,6 +77,11 @@ def read(text: str, context: LaunchContext) -> Launch:
     _unpriced(options, model_options, optimizer)
     plan = _plan(options.inside("parallelism"), tokens, optimizer, model)
     seq_len = tokens.count("sequence_length", context.seq_len)
+    stages = options.value("data_stages")
+    tables = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
+    lengths = {str(stage.get("sequence_length")) for stage in tables}
+    if others := sorted(lengths - {"None", str(seq_len)}):
+        options.remark("data_stages", f"samples of {', '.join(others)[:60]} tokens, where tokens say {seq_len}")
     plan = replace(plan, **DTYPE.read(model_options))
     if context.num_devices not in (None, plan.num_devices):
         raise InputError(f"parallelism starts {plan.num_devices} devices, not {context.num_devices}: change its dp")
