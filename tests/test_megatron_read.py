@@ -396,6 +396,21 @@ def mine():
 """
 
 
+def test_samples_packed_into_a_sequence_are_listed() -> None:
+    lines = {
+        "cfg.dataset.enable_offline_packing = True": {"dataset.enable_offline_packing"},
+        "cfg.dataset.packed_sequence_size = 4096": {"dataset.packed_sequence_size"},
+        "cfg.dataset.packed_sequence_size = -1": set(),
+        "cfg.dataset.num_workers = 8": set(),
+    }
+    for line, listed in lines.items():
+        text = RECIPE.replace("    return cfg", f"    {line}\n    return cfg")
+        assert line in text
+        launches = (megatron_bridge.READER.read(item, LaunchContext(num_devices=8)) for item in (text, RECIPE))
+        changed, plain = map(matters, launches)
+        assert changed - plain == listed
+
+
 def test_a_recipe_is_followed_through_its_functions() -> None:
     launch = megatron_bridge.READER.read(RECIPE, LaunchContext(num_devices=8))
     assert launch.model == load_model("llama3-8b")

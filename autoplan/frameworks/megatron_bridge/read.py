@@ -15,7 +15,7 @@ from typing import Any
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.literals import RUNNING, Built, Module
-from autoplan.frameworks.common.options import Argument, Options, Unknown, typed
+from autoplan.frameworks.common.options import COSTS_NOTHING, Argument, Options, Unknown, typed
 from autoplan.frameworks.common.shell import script_of
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.megatron_lm.launch import launch_of
@@ -110,6 +110,8 @@ MAX_DEPTH = 20
 DELETED = "takes a default away, which is priced as kept"  # ~NAME of Hydra
 _PYTHON = re.compile(r"^(\s*(import|from)\s+megatron|def \w+\(|from __future__)", re.MULTILINE)
 # Sections whose fields affect neither time nor memory, except for the fields listed above.
+# Samples in a sequence, to each of which attention is confined (data/builders, training/config.py).
+_PACKING = re.compile(r"dataset\.(\w+\.)*(enable_\w*packing|packed_sequence_size|inter_document_masking)$")
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
 
 
@@ -344,7 +346,9 @@ def _launch(recipe: _Recipe, context: LaunchContext, devices: int | None) -> Lau
     arguments.understood |= {"comm_overlap", "mixed_precision", "pipeline_dtype", "average_in_collective"}
     for name, item in arguments.arguments.items():
         if name not in arguments.understood and item.option.partition(".")[0] in _HARMLESS and name == item.option:
-            arguments.remark(name, "does not affect the time or memory of a step", matters=False)
+            packs = _PACKING.match(item.option) is not None and item.value not in (None, False, 0, -1)
+            why = "attention over whole samples is priced: pass --document-len or --lengths" if packs else COSTS_NOTHING
+            arguments.remark(name, why, matters=packs)
     return launch_of(arguments, context, target="megatron-bridge", framework="nemo", num_devices=devices, base=base)
 
 

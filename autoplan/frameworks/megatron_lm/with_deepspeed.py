@@ -19,6 +19,7 @@ _COSTLESS = (
 )
 _UNPRICED = (
     *("cpu_optimizer", "ds_sequence_parallel_fpdt", "partition_activations", "mlp_type", "use_tutel"),
+    *("checkpoint_in_cpu", "remote_device"),
     *("embed_layernorm", "sync_tp_duplicated_parameters"),  # of bigscience-workshop/Megatron-DeepSpeed
 )
 
