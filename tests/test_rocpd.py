@@ -147,6 +147,13 @@ def test_what_tells_nothing_is_refused_in_one_line(tmp_path: Path) -> None:
         database.commit()
     with pytest.raises(InputError, match="an event has no time in nanoseconds"):
         read_ranks(path)
+    damaged = dispatches(tmp_path / "damaged_results.db")
+    damaged.write_bytes(
+        damaged.read_bytes().replace(b"attn_fwd", b"attn_\xff\xfe\xfd").replace(b"rocpd_event_", b"rocpd_\xffvent_")
+    )
+    assert read_ranks(damaged)[0].seconds["attention"] > 0
+    damaged.write_bytes(damaged.read_bytes().replace(b"CREATE TABLE rocpd_string_", b"CREATE TABLE \xffocpd_string-"))
+    assert not is_trace(damaged)
     path = tmp_path / "3_results.db"
     with closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE rocpd_op (gpuId INTEGER)")

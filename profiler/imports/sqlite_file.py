@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -27,7 +28,7 @@ def names_in(path: Path) -> set[str]:
                 return set()
         with closing(_opened(path)) as database:
             return table_names(database)
-    except (OSError, sqlite3.Error):
+    except (OSError, sqlite3.Error, UnicodeDecodeError):  # the last where a message quotes a damaged file
         return set()
 
 
@@ -39,6 +40,8 @@ def reading(path: Path, *, what: str) -> Iterator[sqlite3.Connection]:
             yield database
     except sqlite3.Error as error:
         raise InputError(f"{path}: no {what}: {cleaned(str(error))}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: no {what}: the file is damaged") from None
     except (ValueError, TypeError, OverflowError):
         raise InputError(f"{path}: an event has no time in nanoseconds, or none that can be") from None
 
@@ -69,4 +72,6 @@ def check_number(path: Path, num_spans: int) -> None:
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
+    database = sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode=ro&immutable=1", uri=True)
+    database.text_factory = partial(str, encoding="utf-8", errors="replace")  # a damaged name is one more unknown name
+    return database
