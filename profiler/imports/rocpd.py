@@ -147,7 +147,7 @@ def _operations(database: sqlite3.Connection, tables: set[str]) -> _Traced:
     query = f'SELECT gpuId, start, "end", description_id, opType_id FROM {OPERATIONS}'
     for device, start_ns, end_ns, name, kind in _limited(database, query):
         word = strings.get(kind)
-        traced.add(None, int(device), span_of(start_ns, end_ns, strings.get(name) or _COPIED.get(word, word)))
+        traced.add(None, int(device), span_of(start_ns, end_ns, strings.get(name) or _COPIED.get(str(word), word)))
     texts = "rocpd_ustring" if "rocpd_ustring" in tables else "rocpd_string"
     markers = [number for number, text in strings.items() if text == _MARKER]
     if CALLS in tables and markers:

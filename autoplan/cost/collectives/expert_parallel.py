@@ -65,13 +65,17 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
     gathers = gathers_tokens(batch)
     everything = norm_tokens(problem, batch) * batch.ep * (2.0 * width + ROUTING_BYTES * moe.num_experts)
     gathered = np.where(gathers, batch.etp * everything, 2.0 * rank_expert_tokens(problem, batch) * width)
-    exchanges, all_at_once = np.where(gathers, 0.0, 1.0), np.where(gathers, 1.0, 0.0)
+    all_at_once = np.where(gathers, 1.0, 0.0)
     copies = np.where(sends_tokens_once(problem, batch), moe.experts_per_token, 1)
-    exchange = {"forward": exchanges, "backward": exchanges, "copies": copies}
-    dispatched = framework.experts.bytes_per_dispatched * routed
+
+    def exchange(bytes_per_element: float) -> Collective:
+        runs = 1.0 - all_at_once
+        buffer_bytes = bytes_per_element * routed
+        return Collective("ep", "all_to_all", groups.ep, buffer_bytes, forward=runs, backward=runs, copies=copies)
+
     return ExpertParallel(
-        dispatch=Collective("ep", "all_to_all", groups.ep, dispatched, **exchange),
-        combine=Collective("ep", "all_to_all", groups.ep, 2.0 * routed, **exchange),
+        dispatch=exchange(framework.experts.bytes_per_dispatched),
+        combine=exchange(2.0),
         gather_all=Collective("ep", "all_gather", groups.ep, everything, forward=all_at_once, backward=all_at_once),
         reduce_all=Collective("ep", "reduce_scatter", groups.ep, everything, forward=all_at_once, backward=all_at_once),
         gather=Collective("etp", "all_gather", groups.etp, gathered, forward=1.0, backward=1.0),

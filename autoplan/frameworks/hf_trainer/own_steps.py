@@ -61,9 +61,9 @@ def own_steps(tree: ast.Module, source: str, beside: Callable[[str], str | None]
                 yield Unread(option="optimizers", value=f"line {node.lineno}", why=_METHODS["create_optimizer"])
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                is_set = isinstance(target, ast.Attribute) and target.attr in _SET
-                is_frozen = is_set and (target.attr != "requires_grad" or not (has_adapters or _is_true([node.value])))
-                if is_frozen:
+                if not isinstance(target, ast.Attribute) or target.attr not in _SET:
+                    continue
+                if target.attr != "requires_grad" or not (has_adapters or _is_true([node.value])):
                     yield Unread(option=target.attr, value=f"line {node.lineno}", why=_SET[target.attr])
         elif isinstance(node, ast.ClassDef) and any("Trainer" in dotted(base) for base in node.bases):
             for method in node.body:
