@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from accuracy import Unseen, fitted_spreads
 
-from autoplan.cost.spreads import GENERAL_PARTS, Sides
+from autoplan.cost.spreads import GENERAL_PARTS, NORMAL_90, Sides
 
 
 def test_plain_runs_have_a_symmetric_interval_of_their_own_beside_runs_that_err_upwards() -> None:
@@ -25,7 +25,24 @@ def test_plain_runs_have_a_symmetric_interval_of_their_own_beside_runs_that_err_
     assert set(unseen.plain.sources) == {f"source {at}" for at in range(0, num_sources, 2)}
     assert below == pytest.approx(above)
     assert above == pytest.approx(0.1, rel=0.1)
-    assert unseen.plain.inside(unseen.plain.error, fitted).mean() == pytest.approx(0.9, abs=0.01)
+    # Of 20 plain sources and the next, which is half outside, a tenth is.
+    assert unseen.plain.inside(unseen.plain.error, fitted).mean() == pytest.approx(1 - (0.1 * 21 - 0.5) / 20, abs=0.01)
     assert fitted.below < 0.5
     beyond = error[is_other_code] > 1.645 * unseen.sides(fitted).above[is_other_code]
     assert beyond.mean() == pytest.approx(0.05, abs=0.03)
+
+
+def test_intervals_are_the_wider_the_fewer_sources_are_known() -> None:
+    random = np.random.default_rng(7)
+    parts = np.zeros((1, len(GENERAL_PARTS)))
+    parts[0, GENERAL_PARTS.index("any_step")] = 1.0
+    spreads = []
+    for num_sources in (8, 32, 256):
+        error = np.repeat(random.permutation(np.linspace(-0.2, 0.2, num_sources)), 10)
+        none = np.zeros(len(error))
+        sources = np.repeat([f"source {at}" for at in range(num_sources)], 10)
+        own, same = Sides(none, none), np.repeat(parts, len(error), axis=0)
+        unseen = Unseen(sources=sources, error=error, first_error=error, own=own, parts=same)
+        spreads.append(unseen.sides(fitted_spreads(unseen)).above[0] * NORMAL_90)
+    assert spreads[0] > spreads[1] > spreads[2]
+    assert spreads[2] == pytest.approx(0.9 * 0.2, rel=0.01)

@@ -20,7 +20,9 @@ from autoplan.cost.spreads import (
     Familiarity,
     component_shares,
     exposed_shares,
+    faster_squares,
     general_spreads,
+    kinds_of,
     spread_kinds,
     spread_range,
 )
@@ -29,6 +31,7 @@ from autoplan.readers.calibration import calibration_among, shipped_calibrations
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.finetuning import load_finetuning
 from autoplan.spec.calibration import TIME_SPREADS, Calibration
+from autoplan.spec.enums import Precision
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.measurement import Measurement
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -59,9 +62,8 @@ def spread_under(calibration: Calibration, problem: Problem | None = None, plan:
 def test_a_plan_without_any_run_has_the_parts_of_its_components() -> None:
     cost = price(problem_of(calibration=Calibration()), SPREAD)
     general, shares = general_spreads(), component_shares(cost.terms_s)[0]
-    expected = general.any_step**2 + sum(
-        (getattr(general, name) * share) ** 2 for name, share in zip(HARD, shares[1:], strict=True)
-    )
+    expected = general.any_step**2 + general.narrow**2
+    expected += sum((getattr(general, name) * share) ** 2 for name, share in zip(HARD, shares[1:], strict=True))
     assert spread_of(cost) == pytest.approx(math.sqrt(expected))
 
 
@@ -71,10 +73,12 @@ def test_runs_like_a_plan_have_their_spread() -> None:
 
 def test_what_is_hard_to_predict_makes_runs_slower_rather_than_faster() -> None:
     of_others, own = (price(problem_of(calibration=calibration), SPREAD) for calibration in (Calibration(), OWN))
-    for cost, every, below in ((of_others, general_spreads().any_step, general_spreads().below), (own, 0.0, 1.0)):
+    general = general_spreads()
+    symmetric = math.hypot(general.any_step, general.narrow)
+    for cost, every, below in ((of_others, symmetric, general.below), (own, 0.0, 1.0)):
         faster, slower = np.log([cost.step_s[0] / cost.low_s[0], cost.high_s[0] / cost.step_s[0]]) / NORMAL_90
         assert faster**2 - every**2 == pytest.approx(below**2 * (slower**2 - every**2))
-    assert general_spreads().below < 1.0
+    assert general.below < 1.0
 
 
 @pytest.mark.parametrize(("scale", "halvings"), [(1.0, 0.0), (2.0, 1.0), (8.0, 3.0)])
@@ -251,11 +255,35 @@ def test_layers_of_other_code_than_megatrons_are_less_sure_until_they_are_measur
     batch, at = PlanBatch.of([SPREAD], problem.model.num_layers), KINDS.index("own_layers")
     measured = replace(other, timings=TimingTable.of([gemm]))
     assert [Familiarity.of(asked, batch).kinds[0, at] for asked in (plain, other, measured)] == [0.0, 1.0, 0.0]
-    assert spread_range(other)[0] ** 2 - spread_range(plain)[0] ** 2 == pytest.approx(general_spreads().own_layers ** 2)
+    general, added = general_spreads(), spread_range(other)[0] ** 2 - spread_range(plain)[0] ** 2
+    assert added == pytest.approx(general.own_layers**2 - general.narrow**2)
     cost = price(other, SPREAD)
     assert spread_of(cost) >= Familiarity.of(other, cost.batch).least[0] >= spread_range(other)[0]
     with_runs = replace(other, calibration=OWN)
     assert spread_of(price(with_runs, SPREAD)) == pytest.approx(0.06)
+
+
+def test_narrow_models_under_megatrons_layers_are_less_sure_on_both_sides_until_they_are_measured() -> None:
+    narrow, wide = (problem_of(model, calibration=Calibration()) for model in ("llama3-8b", "llama3-70b"))
+    gemm = Measurement(operation="gemm", shape=(64, 64, 64), dtype="bf16", device="h100-sxm", seconds=1e-5)
+    measured = replace(narrow, timings=TimingTable.of([gemm]))
+    other = replace(narrow, framework=load_framework("torchtitan"))
+    at = KINDS.index("narrow")
+    assert [kinds_of(problem)[at] for problem in (narrow, wide, measured, other)] == [1.0, 0.0, 0.0, 0.0]
+    squares = np.ones(len(GENERAL_PARTS))
+    one_sided = faster_squares(squares, 0.5)[[GENERAL_PARTS.index(name) for name in ("narrow", "mixture")]]
+    assert one_sided.tolist() == [1.0, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "precision", "expected"),
+    [("b200-sxm:1x8", "bf16", 1.0), ("b200-sxm:1x8", "fp8", 0.0), ("h100-sxm:1x8", "bf16", 0.0)],
+)
+def test_16_bit_products_on_blackwell_are_less_sure(cluster: str, precision: Precision, expected: float) -> None:
+    problem = problem_of(calibration=Calibration())
+    training = replace(problem.training, precision=precision)
+    problem = replace(problem, cluster=load_cluster(cluster), training=training)
+    assert kinds_of(problem)[KINDS.index("power")] == expected
 
 
 def test_fine_tuning_by_other_code_than_megatrons_is_less_sure_than_its_pretraining() -> None:

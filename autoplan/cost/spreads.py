@@ -8,8 +8,8 @@ similar to the user's own runs have the spread of these runs instead.  Published
 intervals from the parts contain as many runs of a left-out source as the spread of other publishers' runs, and are
 narrower (`benchmarks/results`, accuracy).
 
-What makes a run hard to predict makes it slower more often than faster, so all parts but that of any step count less
-below the prediction.
+What makes a run hard to predict makes it slower more often than faster, so all parts but the `SYMMETRIC` ones count
+less below the prediction.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ from autoplan.spec.terms import COMPONENTS, LAST_WAITS, TRAFFIC_TERMS
 UNEXPOSED = (*COMPONENTS["kernels"], "pipeline_bubble", *LAST_WAITS)
 
 HARD = tuple(name for name in COMPONENTS if name != "kernels")
-KINDS = ("mixture", "own_layers", "own_tuning")  # harder to predict however many runs a calibration has of them
+# Harder to predict however many runs a calibration has of them.
+KINDS = ("narrow", "power", "mixture", "own_layers", "own_tuning")
 NOVELTIES = ("framework", "generation", "device", "model", "precision", "size")
 ABOUT_PROBLEM = ("framework", "generation", "device")  # novelties that `Calibration.unseen` names
 GENERAL_PARTS = ("any_step", *HARD, "short", *KINDS, *NOVELTIES)
+SYMMETRIC = np.isin(GENERAL_PARTS, ("any_step", "narrow", "power"))  # as many runs are faster than predicted as slower
 NORMAL_90 = 1.6448536269514722  # half width of a two-sided 90 % interval in standard deviations
 SHORT_S = 1.0  # shorter steps count as short
+NARROW_BELOW = 8192  # hidden size, below which models count as narrow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,8 @@ class GeneralSpreads:
     states: float
     pipeline: float
     short: float  # fixed times per step, independent of its work: loader, host, clocks
+    narrow: float  # narrow models under Megatron-LM's layers: small kernels are further from the rates of large ones
+    power: float  # 16-bit products on Blackwell, whose rates differ between nodes with the power that these allow
     mixture: float  # mixtures of experts, which every model sizes, routes and launches differently
     own_layers: float  # layers of other code than Megatron-LM's, of whose kernels and settings fewer people publish
     own_tuning: float  # fine-tuning by such code, beside `own_layers`: loops, loaders and kernels differ most there
@@ -65,7 +70,7 @@ class GeneralSpreads:
     model: float  # one of `special_parts`
     precision: float
     size: float
-    below: float  # factor on all these but `any_step` for runs that are faster than predicted
+    below: float  # factor on all these but the `SYMMETRIC` ones for runs that are faster than predicted
     evidence: dict[str, str]  # evidence for each value
 
     def __post_init__(self) -> None:
@@ -81,7 +86,7 @@ class GeneralSpreads:
 
 def faster_squares(squares: Floats, below: float) -> Floats:
     """Return the variances of runs that are faster than predicted, from those of slower ones."""
-    return squares * np.where(np.array(GENERAL_PARTS) == "any_step", 1.0, below**2)
+    return squares * np.where(SYMMETRIC, 1.0, below**2)
 
 
 @lru_cache(maxsize=1)
@@ -125,6 +130,21 @@ def special_parts(problem: Problem) -> frozenset[str]:
 def width_of(precision: str) -> str:
     """Return the precision, with both 16-bit types as one, as their rates and traffic are equal."""
     return "bf16" if precision == "fp16" else precision
+
+
+def kinds_of(problem: Problem) -> Floats:
+    """Return 1 for each of `KINDS` that a problem is; of measured kernels and layers nothing is hard to predict."""
+    is_predicted, is_own = not problem.timings.has_kernels, not problem.framework.megatron_layers
+    is_kind = {
+        "narrow": is_predicted and not is_own and problem.model.hidden_size < NARROW_BELOW,
+        "power": is_predicted
+        and problem.cluster.device.generation == "blackwell"
+        and width_of(problem.training.precision) == "bf16",
+        "mixture": problem.model.moe is not None,
+        "own_layers": is_predicted and is_own,
+        "own_tuning": is_predicted and is_own and problem.training.finetuning is not None,
+    }
+    return np.array([is_kind[name] for name in KINDS], dtype=np.float64)
 
 
 def spread_kinds(problem: Problem, batch: PlanBatch, *, experts_apart: bool = True) -> Ints:
@@ -182,12 +202,10 @@ class Familiarity(Rows):
         if calibration.most_devices:
             degrees["size"] = np.sqrt(np.maximum(np.log2(batch.num_devices / calibration.most_devices), 0.0))
         novelty = np.column_stack([np.broadcast_to(degrees.get(name, 0.0), size) for name in NOVELTIES])
-        is_own = not (problem.framework.megatron_layers or is_measured)
-        kinds = (problem.model.moe is not None, is_own, is_own and problem.training.finetuning is not None)
         return cls(
             kind_variance=np.nan_to_num(kind_spreads) ** 2,
             weight=np.where(np.isnan(kind_spreads) | novelty.any(axis=1), 0.0, 1.0),
-            kinds=np.tile(np.array(kinds, dtype=np.float64), (size, 1)),
+            kinds=np.tile(kinds_of(problem), (size, 1)),
             novelty=novelty,
             machine=np.full(size, problem.machine_spread**2),
             links=np.full(size, problem.link_spread**2),
@@ -275,9 +293,7 @@ _HARD_SHARE = 0.25
 def spread_range(problem: Problem) -> tuple[float, float]:
     """Return (smallest spread of any plan, largest one expected of a candidate for the fastest), for slower runs."""
     calibration, general, squares = problem.calibration, general_spreads(), general_spreads().squares
-    usual = general.any_step**2 + (general.mixture**2 if problem.model.moe else 0.0)
-    if not (problem.framework.megatron_layers or problem.timings.has_kernels):
-        usual += general.own_layers**2 + (general.own_tuning**2 if problem.training.finetuning else 0.0)
+    usual = general.any_step**2 + kinds_of(problem) @ squares[[GENERAL_PARTS.index(name) for name in KINDS]]
     hardest = usual + _HARD_SHARE**2 * squares[1 : 1 + len(HARD)].max()
     apart = calibration.experts_time_spread is not None and problem.model.moe is not None
     variances = calibration.time_spreads[[(name == "experts_time_spread") == apart for name in TIME_SPREADS]] ** 2
