@@ -22,7 +22,14 @@ from autoplan.cost.collectives.expert_parallel import (
 from autoplan.cost.kernels.attention import NARROW_ATTENTION_TIME
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import BIAS_PER_EXPERT
-from autoplan.cost.kernels.memory_bound import KERNEL_START_S, OP_BY_OP_SHARE, memory_bound_s, traffic_of
+from autoplan.cost.kernels.memory_bound import (
+    ATOMIC_SUMS_PER_UNIT,
+    KERNEL_START_S,
+    OP_BY_OP_SHARE,
+    SUM_BYTES,
+    memory_bound_s,
+    traffic_of,
+)
 from autoplan.cost.kernels.products import gemm_pace, gemm_rate, matrices_s
 from autoplan.cost.kernels.sizes import expert_imbalance, expert_tokens, norm_tokens, rank_tokens
 from autoplan.cost.kernels.times import kernel_times
@@ -123,6 +130,23 @@ def test_the_busiest_rank_exchanges_sorts_and_activates_the_more_tokens(dispatch
             assert more.buffer_bytes == pytest.approx(received * mean.buffer_bytes)
         for name, share in (("expert_activation", received), ("permute", permuted)):
             assert moved[name].backward_bytes == pytest.approx(share * even_moved[name].backward_bytes)
+
+
+def test_torch_sorts_what_a_rank_receives_once_more_and_adds_up_element_by_element() -> None:
+    """Of 2 copies of 4,096 tokens of width 1,024: 8 and 18 bytes each, and two sums at .415e9 a second and unit."""
+    framework = FRAMEWORK.changed(sorts_received=True, atomic_expert_sums=True)
+    problem, elements = replace(PROBLEM, framework=framework), 2 * 4096 * 1024
+    slower = problem.device.memory_efficiency / OP_BY_OP_SHARE["hopper"]
+    moved = traffic_of(problem, batch_of(), Block.MOE)
+    assert moved["sort_received"].forward_bytes == pytest.approx(8 * slower * elements)
+    assert moved["sort_received"].backward_bytes == pytest.approx(18 * slower * elements)
+    beyond_s = memory_bound_s(problem, moved["expert_sums"].backward_bytes + 2 * SUM_BYTES * elements)
+    assert beyond_s == pytest.approx(2 * elements / (ATOMIC_SUMS_PER_UNIT * 132))
+    assert moved["expert_sums"].forward_bytes == 0.0
+    assert traffic_of(problem, batch_of(ep=1), Block.MOE)["sort_received"].forward_bytes == 0.0
+    once = traffic_of(problem, batch_of(dispatcher="deepep"), Block.MOE)
+    assert (once["sort_received"].backward_bytes == 0.0) & (once["expert_sums"].backward_bytes == 0.0)
+    assert not {"sort_received", "expert_sums"} & traffic_of(PROBLEM, batch_of(), Block.MOE).keys()
 
 
 def test_a_balancing_loss_says_how_uneven_ranks_are_the_more_ranks_there_are() -> None:

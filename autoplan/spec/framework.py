@@ -150,6 +150,10 @@ class Kernels:
     recompute_stops_early: bool = False
     kernel_bytes_factor: float = 1.0  # traffic of the memory-bound operations over that of fused kernels
     permute_bytes_factor: float = 1.0  # more of it for sorting tokens by expert and back: times the above
+    # What ranks receive in order of ranks is sorted by expert once more, and back, by indexing.
+    sorts_received: bool = False
+    # Outputs of experts, and gradients of their inputs, are added up element by element with atomic operations.
+    atomic_expert_sums: bool = False
     bytes_moved_per_logit: float = 0.0  # by the cross entropy, in each pass; 0: 1.25 times `bytes_per_logit`
     bytes_per_unfused_score: float = 22.0  # moved per attention score, both passes, where no kernel fuses the softmax
     # Moved through memory per parameter and micro-batch where adding up gradients is not fused into the products.

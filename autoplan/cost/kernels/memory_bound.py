@@ -89,6 +89,15 @@ OP_BY_OP_SHARE = {"hopper": 0.75, "blackwell": 0.60}
 # Traffic of permuting tokens with capacity limits (sorts, index selections and scaled scatters) relative to permuting
 # without drops [fitted: 7 runs of Megatron-Bridge 25.09 on B200, GB200 and H100].
 DROPPING_PERMUTE = 3.0
+# Bytes of each pass per element that a rank receives, if it sorts tokens once more by torch's indexing: a gather and an
+# assignment, each of 4 bytes; backward a gather and a sum of rows at 1 / 3.5 of a copy's rate (pytorch/ao pull request
+# 4623; torchtitan b5bcd76 models/common/token_dispatcher.py, _permute and _unpermute).
+SORT_RECEIVED_BYTES = (8.0, 18.0)
+# Elements of 16 bits that a compute unit adds up in a second by atomic operations, with torch's scatter_add before its
+# vectorised kernel of May 2026 (pytorch pull request 182675): 67 million in 2.07 ms on the 78 units of an H20
+# (flagos-ai/FlagGems pull request 4502).  A B200 adds .32e9 where half of the rows are one (pytorch 183950).
+ATOMIC_SUMS_PER_UNIT = 0.415e9
+SUM_BYTES = 14.0  # that sums of rows without atomics move per element, and `permute_bytes_factor` counts: 3.5 x 4
 EAGER_NORM_FACTOR = 5.7  # traffic of an eager fp32 RMSNorm relative to a fused one (findings 3)
 
 
@@ -188,6 +197,7 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
             permute = (8.0 * sorted_tokens + 2.0 * others) * (moe.latent_size or hidden)  # both ways
             moved["permute"] = Traffic(permute, permute)
             moved |= _op_by_op_traffic(problem, batch, received)
+            moved |= _op_by_op_sorting(problem, batch, received)
         cast = STORED_CAST_BYTES * all_widths * batch.fp8_activation_input
         moved["stored_cast"] = Traffic(cast, cast)
     pieces = max((len(matrix_pieces(problem, linear)) for linear in block_shapes(model)[block].linears), default=1)
@@ -210,8 +220,9 @@ def _kernel_factors(problem: Problem, batch: PlanBatch, names: Iterable[str]) ->
         problem.device.generation, problem.device.memory_efficiency
     )
     factors |= dict.fromkeys(
-        factors.keys() & {"activation_steps", "expert_limits", "expert_biases", "stored_cast"}, slower
+        factors.keys() & {"activation_steps", "expert_limits", "expert_biases", "sort_received", "stored_cast"}, slower
     )
+    factors |= dict.fromkeys(factors.keys() & {"expert_sums"}, 1.0)
     if "permute" in factors:
         # In one kernel of the dispatcher, or in several.
         apart = usual * problem.framework.kernels.permute_bytes_factor
@@ -233,6 +244,27 @@ def _op_by_op_traffic(problem: Problem, batch: PlanBatch, routed: Floats) -> dic
         # Each rank of an expert-tensor-parallel group has a partial sum for all tokens of the expert.
         width = np.asarray(rows * batch.etp * (moe.latent_size or model.hidden_size), dtype=np.float64)
         moved["expert_biases"] = Traffic(*(pass_bytes * width for pass_bytes in EXPERT_BIAS_BYTES))
+    return moved
+
+
+def _op_by_op_sorting(problem: Problem, batch: PlanBatch, received: Floats) -> dict[str, Traffic]:
+    """Traffic of torch's operations that sort `received` tokens once more, and what atomic sums take beyond others.
+
+    Sums of outputs are counted with those of the backward pass, as recomputation does not repeat them.
+    """
+    kernels, moe, device = problem.framework.kernels, problem.model.moe, problem.device
+    assert moe is not None
+    width = moe.latent_size or problem.model.hidden_size
+    apart = ~sends_tokens_once(problem, batch)
+    moved: dict[str, Traffic] = {}
+    if kernels.sorts_received:
+        elements = received * width * apart * (batch.ep > 1)
+        moved["sort_received"] = Traffic(*(pass_bytes * elements for pass_bytes in SORT_RECEIVED_BYTES))
+    if kernels.atomic_expert_sums and device.compute_units:
+        streamed = device.memory_bandwidth_bytes_per_s * device.memory_efficiency
+        atomic_bytes = streamed / (ATOMIC_SUMS_PER_UNIT * device.compute_units)
+        elements = 2.0 * routed_tokens(problem, batch) * width * apart
+        moved["expert_sums"] = Traffic(0.0 * elements, max(atomic_bytes - SUM_BYTES, 0.0) * elements)
     return moved
 
 
