@@ -150,6 +150,10 @@ def test_adapters_are_read() -> None:
             {"recipe": {"_target_": "nemo_automodel.recipes.vlm.finetune.FinetuneRecipeForVLM"}},
             "recipe FinetuneRecipeForV",
         ),
+        (
+            {"model": {"_target_": "nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained"}},
+            "NeMoAutoModelForImageTextToText: only",
+        ),
         ({"distributed": {"dp_size": 4}}, "dp_size is 4, 16 devices leave 8: pass --devices 8"),
         ({"distributed": {"strategy": "magic"}}, "strategy 'magic'"),
         ({"model": {"config": {"num_hidden_layers": 2}}}, "num_hidden_layers changes the model"),
@@ -216,6 +220,14 @@ def test_types_that_are_not_priced_are_listed() -> None:
     launch = of(model={"torch_dtype": "float32"}, optimizer={"exp_avg_dtype": "torch.bfloat16"})
     assert matters(launch) == {"optimizer.exp_avg_dtype"}
     assert (launch.plan.main_weights, of().plan.main_weights) == ("fp32", "bf16")
+
+
+def test_scales_that_are_not_priced_are_listed() -> None:
+    assert (
+        matters(of(fp8={"enabled": True, "recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True})) == set()
+    )
+    assert matters(of(fp8={"enabled": True, "recipe_name": "rowwise"})) == {"fp8.recipe_name"}
+    assert matters(of(distributed={"defer_fsdp_grad_sync": False})) >= {"distributed.defer_fsdp_grad_sync"}
 
 
 @pytest.mark.parametrize(("rounding", "chunks"), [("up", 3), ("down", 2)])

@@ -321,6 +321,7 @@ def test_stage_3_alone_offloads_parameters() -> None:
         ),
         ({"optimizer.type": "Lamb"}, "optimizer.type"),
         ({"optimizer.params": {"torch_adam": True}}, "optimizer.params"),
+        ({"zero_optimization.stage3_prefetch_bucket_size": 1e9}, "zero_optimization.stage3_prefetch_bucket_size"),
         ({"pipeline.stages": 4}, "pipeline.stages"),
         (
             {"bf16": None, "fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},

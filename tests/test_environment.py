@@ -9,7 +9,7 @@ import pytest
 from autoplan.api.launch_files import make_context
 from autoplan.frameworks.common.environment import unread_variables
 from autoplan.frameworks.launch_files import read_launch
-from test_conditions import TRAINING
+from test_checks import TRAINING
 
 
 @pytest.mark.parametrize(

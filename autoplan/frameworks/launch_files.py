@@ -10,7 +10,7 @@ from pathlib import Path
 from autoplan.base.errors import InputError
 from autoplan.base.files import is_file, read_text
 from autoplan.frameworks import plan_file, registry
-from autoplan.frameworks.common.conditions import with_conditions
+from autoplan.frameworks.common.checks import checked
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.shell import SUFFIXES, read_script
 from autoplan.frameworks.common.started import MAX_DEPTH, MAX_SCRIPTS, started_scripts
@@ -59,7 +59,7 @@ def read_launch(path: Path, context: LaunchContext, target: str | None = None, *
 def _read(path: Path, text: str, context: LaunchContext, target: str | None) -> Launch:
     reader = reader_of(target) if target is not None else _recognised(path, text, context)
     try:
-        return with_conditions(reader, text, context)
+        return checked(reader, text, context)
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
     except InputError as error:

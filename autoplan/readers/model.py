@@ -64,6 +64,7 @@ def hub_name(model: ModelSpec) -> str | None:
 # A model in the Hugging Face cache: the hub name, and a folder named by the snapshot's hash.
 _CACHED = re.compile(r"models--(?P<publisher>[\w.-]+?)--(?P<name>[\w.-]+)(/snapshots(/\w+)?)?/?$")
 
+_LEFT_OUT = "left_out"  # key of a preset: what its checkpoint on the hub has too
 # Suffixes of fine-tuned or repackaged models with the same architecture.
 _TUNED = re.compile(
     r"([\s_-]*(instruct|base|chat|it|pt|hf|v0\.1)|[\s_-](thinking|bf16|fp8|nvfp4|fp8dynamic|\d{4}|v[1-9]\.\d))+$"
@@ -101,7 +102,15 @@ def _exists(path: Path) -> bool:
 
 @cache
 def _preset(name: str) -> ModelSpec:
-    return decode(ModelSpec, {"name": name, **read_table(shipped("models")[name])}, f"model {name}")
+    table = read_table(shipped("models")[name])
+    table.pop(_LEFT_OUT, None)
+    return decode(ModelSpec, {"name": name, **table}, f"model {name}")
+
+
+def left_out(model: ModelSpec) -> str:
+    """Return what a preset called by its name on the hub leaves out of that checkpoint; blank if nothing."""
+    path = shipped("models").get(model.name) if model.checkpoint else None
+    return str(read_table(path).get(_LEFT_OUT, "")) if path else ""
 
 
 def _from_hub(name: str) -> ModelSpec:

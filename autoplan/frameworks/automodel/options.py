@@ -34,6 +34,12 @@ DISTRIBUTED: tuple[Option, ...] = (
     Assumed("defer_fsdp_grad_sync", (True, None), "gradients are priced as reduced once a step"),
     Assumed("defer_rs_grad_accum", (True, None), "gradients are priced as reduced once a step"),
 )
+# Section `fp8`: what is priced of torchao's scales (components/quantization/fp8.py).
+SCALES: tuple[Option, ...] = (
+    Assumed("recipe_name", ("tensorwise", None), "one scale a matrix is priced"),
+    Assumed("enable_fsdp_float8_all_gather", (True,), "weights are priced as gathered in 8 bits"),
+    Assumed("emulate", (False, None), "products in 8 bits are priced"),
+)
 DISTRIBUTED_COSTLESS = (
     *("strategy", "dp_size", "backend", "patch_is_packed_sequence", "timeout_minutes", "enable_fsdp2_prefetch"),
 )

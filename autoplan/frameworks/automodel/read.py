@@ -18,6 +18,7 @@ from autoplan.frameworks.automodel.options import (
     PIPELINE_COSTLESS,
     RECOMPUTE,
     REDUCTION,
+    SCALES,
     SCHEDULES,
     STAGES,
 )
@@ -38,6 +39,7 @@ _ALL = ("*_proj", "*proj", "*.proj", "all-linear")
 _ADAM = re.compile(r"(^|\.)(Fused)?AdamW?$")
 _SIZES = re.compile(r"^(num_.*(layers|heads|experts)|hidden_size|\w*intermediate_size|vocab_size|n_routed_experts)$")
 _PRICED = re.compile(r"(Train|Finetune|Pretrain|Benchmarking)\w*NextTokenPrediction$")  # recipes (recipes/llm/)
+_OTHER_TASK = re.compile(r"\w*For(ImageTextToText|Multimodal\w*|SequenceClassification|\w*Encoder|SpeechSeq2Seq)\b")
 _LOSS = ".MaskedCrossEntropy"
 _LENGTHS = ("seq_len", "seq_length", "max_length")
 
@@ -90,6 +92,8 @@ def read(text: str, context: LaunchContext) -> Launch:
 
 def _model(options: Options, context: LaunchContext) -> ModelSpec:
     section = options.inside("model")
+    if (made := _OTHER_TASK.search(str(section.value("_target_")))) is not None:
+        raise InputError(f"model._target_ {made[0]}: only training of text models on the next token is priced")
     config = section.inside("config") if isinstance(section.value("config"), dict) else section
     name = config.text("pretrained_model_name_or_path") or section.text("pretrained_model_name_or_path")
     section.pass_over("_target_", "trust_remote_code", "use_liger_kernel", "is_meta_device", "name_or_path")
@@ -136,6 +140,7 @@ def _length(options: Options, context: LaunchContext) -> tuple[int, Batching]:
 def _precision(options: Options) -> Precision:
     fp8 = options.inside("fp8")
     if fp8.arguments and fp8.flag("enabled", True):
+        remark_assumed(SCALES, fp8)
         fp8.pass_over(*fp8.arguments)
         return Precision.FP8
     fp8.pass_over(*fp8.arguments)

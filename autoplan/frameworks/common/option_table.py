@@ -151,7 +151,8 @@ def read_fields(rows: Iterable[Row], source: Options, base: object | None = None
 def remark_assumed(table: Iterable[Option], options: Options) -> None:
     """Remark options that no plan has where the cost model does not know what their value does."""
     for option in table:
-        if isinstance(option, Assumed) and option.key not in options.understood and options.has(option.key):
-            if option.values and options.arguments[option.key].value not in option.values:
+        if isinstance(option, Assumed) and options.has(option.key):
+            is_told = any(remark.option == options.name(option.key) for remark in options.remarks)
+            if option.values and options.arguments[option.key].value not in option.values and not is_told:
                 options.remark(option.key, option.why)
             options.understood.add(option.key)

@@ -47,7 +47,8 @@ from autoplan.spec.training import TrainingSpec
 AUTO = "auto"
 _SHARDED = {"full_shard": "FULL_SHARD", "shard_grad_op": "SHARD_GRAD_OP", "no_shard": "NO_SHARD"}
 _HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
-_NARROW = re.compile(r"(?<![a-z])(awq|gptq|aqlm|bnb|hqq|int[48]|[48]bit)(?![a-z])", re.IGNORECASE)  # in names of models
+# In names of models whose checkpoints are quantised.
+_NARROW = re.compile(r"(?<![a-z])(awq|gptq|aqlm|bnb|hqq|int[48]|[48]bit|fp8|(nv|mx)fp4)(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,13 +103,15 @@ def model_of(options: Options, key: str, context: LaunchContext) -> ModelSpec:
 
 def known_model(options: Options, key: str, context: LaunchContext) -> ModelSpec | None:
     """Return the model given by the user, or the shipped model with the name in the file; None if there is neither."""
+    is_narrow = options.has(key) and _NARROW.search(options.arguments[key].text) is not None
+    why = "its weights are quantised, which is not priced" * is_narrow
     if context.model is not None:
         if options.has(key):
-            is_narrow = _NARROW.search(options.arguments[key].text) is not None
-            why = "its weights are quantised, which is not priced; " * is_narrow + "--model wins"
-            options.remark(key, why, matters=is_narrow)
+            options.remark(key, f"{why}; --model wins".removeprefix("; "), matters=is_narrow)
         return context.model
     name = options.text(key)
+    if name is not None and why:
+        options.remark(key, why)
     return find_preset(name) if name is not None else None
 
 

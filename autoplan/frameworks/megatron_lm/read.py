@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from autoplan.base.errors import InputError
+from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.options import NOT_KNOWN, Argument, Options, Unknown, typed
 from autoplan.frameworks.common.shell import Command, Script, script_of
@@ -33,11 +35,26 @@ _SINCE_FLASH = (
     *("expert_tensor_parallel_size", "use_precision_aware_optimizer", "optimizer_cpu_offload", "cp_comm_type"),
     *("fp8_param_gather", "num_distributed_optimizer_instances", "create_attention_mask_in_dataloader"),
 )
+_IMPORTED = re.compile(r"^(?:from|import)[ \t]+(\w+)", re.MULTILINE)
+# What Megatron-LM's own pretrain programs import, of all versions, and those of Megatron-DeepSpeed.
+_OF_MEGATRON = (
+    *(
+        "megatron",
+        "torch",
+        "numpy",
+        "deepspeed",
+        "packaging",
+        "transformer_engine",
+        "modelopt",
+        "nvidia_resiliency_ext",
+    ),
+    *("gpt_builders", "mamba_builders", "hybrid_builders", "model_provider", "pretrain_gpt"),
+)
 MAX_NAMED = 6  # variables in a message
 _OTHER_NAMES = (".py", ".json", ".yaml", ".yml", ".toml", ".md")
 _NOT_DECODERS = re.compile(
     r"bert|t5|retro|ict|vision|vlm|vit|llava|multimodal|mimo|diffusion|whisper|encoder|generat|infer|server|convert"
-    r"|preprocess|checkpoint|partition|eval|export|quantiz|prune|distill"
+    r"|preprocess|checkpoint|partition|eval|export|quantiz|prune|distill|dataset|(?<![a-z])(dpo|kto|orpo|reward)(?![a-z])"
 )
 _FOLDERS = re.compile(r"bert|t5|retro|vision|vlm|multimodal\w*|mimo|diffusion|whisper")  # of examples/
 
@@ -69,6 +86,9 @@ def read(text: str, context: LaunchContext) -> Launch:
         before, words = (), tuple(word for command in script.commands for word in command.words)
     arguments = Options(given_arguments(words), way_out="pass --model")
     arguments.remarks += script.unread()
+    if program is None and (foreign := _foreign(before, context)):
+        why = f"imports {', '.join(foreign[:3])}: not Megatron-LM's own program, and what it changes is not read"
+        arguments.remarks.append(Unread(option=before[-1].rpartition("/")[2], value="", why=why))
     if program is not None:
         arguments.is_partial = True
         arguments.remarks.append(Unread(option=program, value="", why="another program: read as pretrain_gpt.py"))
@@ -94,6 +114,13 @@ def read(text: str, context: LaunchContext) -> Launch:
         return launch
     why = "flash is priced; versions before Megatron-Core 0.6, whose layers are local by default, keep the scores"
     return replace(launch, unread=(Unread(option="--attention-backend", value="not given", why=why), *launch.unread))
+
+
+def _foreign(before: Sequence[str], context: LaunchContext) -> list[str]:
+    """Return the packages that the program of a command imports, if it lies beside, and Megatron-LM's does not."""
+    content = read_beside(before[-1], context.folder) if before else None
+    names = dict.fromkeys(_IMPORTED.findall(content[0])) if content else {}
+    return [name for name in names if name not in sys.stdlib_module_names and name not in _OF_MEGATRON]
 
 
 def _in_variables(script: Script) -> tuple[str, ...] | None:

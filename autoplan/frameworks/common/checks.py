@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields, replace
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.options import show
 from autoplan.frameworks.common.shell import FIRST_ROUND, UNDECIDED
+from autoplan.readers.model import left_out
 
 MAX_TRIED = 16  # conditions that are tried both ways
+# Words of an option or its value that tell of an encoder before a text model; in paths and names, too.
+_OF_IMAGES = re.compile(
+    r"(?<![a-z])(vision|vlm|vit|vl|llava|multimodal|imagetextto\w*|image_(token|folder|max_pixels)\w*|audio|mm_\w+)(?![a-z])",
+    re.IGNORECASE,
+)
+_OFF = ("", "false", "0", "none", "null")
 MAX_SHOWN = 3  # differences in a message
 
 
-def with_conditions(reader: Reader, text: str, context: LaunchContext) -> Launch:
+def checked(reader: Reader, text: str, context: LaunchContext) -> Launch:
     """Read a launch; conditions that are not decided matter where the launch is another if they hold, or do not."""
-    launch = _counted(reader.read(text, context))
+    launch = _with_encoder(_with_rest(_counted(reader.read(text, context)), context))
     undecided = [
         item for item in launch.unread if item.why == UNDECIDED and not item.matters and FIRST_ROUND not in item.option
     ]
@@ -40,6 +48,28 @@ def _counted(launch: Launch) -> Launch:
     why = f"no whole number of micro-batches of {plan.micro_batch:,} on {plan.dp:,} replicas: pass the right --devices"
     uneven = Unread(option="global batch", value=f"{plan.global_batch:,}", why=why)
     return replace(launch, unread=(uneven, *launch.unread))
+
+
+def _with_rest(launch: Launch, context: LaunchContext) -> Launch:
+    """Return the launch, with a remark on what a checkpoint has and its preset has not."""
+    if context.model is not None or not (rest := left_out(launch.model)):
+        return launch
+    why = f"{rest} of this checkpoint is not priced: pass --model with its config.json"
+    return replace(launch, unread=(Unread(option="model", value=launch.model.checkpoint, why=why), *launch.unread))
+
+
+def _with_encoder(launch: Launch) -> Launch:
+    """Return the launch, with a remark if the file speaks of images or sound and the model is one of text alone."""
+    if launch.model.stands_before_text:
+        return launch
+    said = [*launch.options, *((item.option, item.value) for item in launch.unread)]
+    for option, value in said:
+        is_off = value.casefold() in _OFF and "freeze" not in option
+        if not is_off and _OF_IMAGES.search(f"{option} {value}"):
+            why = "of a model of images or sound, whose encoder is not in the model that is priced"
+            item = Unread(option=option, value=value, why=why)
+            return replace(launch, unread=(item, *(old for old in launch.unread if old.option != option)))
+    return launch
 
 
 def _change(reader: Reader, text: str, context: LaunchContext, launch: Launch) -> str:

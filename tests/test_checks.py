@@ -80,3 +80,48 @@ def test_a_command_that_is_repeated_is_one_run(tmp_path: Path) -> None:
     path = tmp_path / "train.sh"
     path.write_text(f"DATA=a TP=1\n{TRAINING}{TRAINING}")
     assert not any("commands" in item.option for item in read_launch(path, make_context()).unread)
+
+
+TABLE = """
+model_name_or_path: {model}
+per_device_train_batch_size: 1
+max_length: 2048
+bf16: true
+gradient_checkpointing: true
+{more}
+"""
+
+
+def remarks_on_model(folder: Path, name: str, more: str = "", model: str | None = None) -> dict[str, str]:
+    """Return what matters of a table of the Trainer and tells of an encoder or of the checkpoint."""
+    path = folder / "sft.yaml"
+    path.write_text(TABLE.format(model=name, more=more))
+    launch = read_launch(path, make_context(model, devices=8))
+    return {item.option: item.why for item in launch.unread if item.matters and "priced" in item.why}
+
+
+def test_a_checkpoint_with_an_encoder_that_its_preset_leaves_out_is_listed(tmp_path: Path) -> None:
+    assert "the encoder of images of this checkpoint" in remarks_on_model(tmp_path, "google/gemma-3-4b-it")["model"]
+    assert "model" not in remarks_on_model(tmp_path, "google/gemma-3-1b-it")
+
+
+def test_a_model_of_images_priced_as_one_of_text_is_listed(tmp_path: Path) -> None:
+    found = remarks_on_model(tmp_path, "Qwen/Qwen2.5-VL-3B-Instruct", model="qwen2.5-3b")
+    assert "whose encoder is not in the model" in found["model_name_or_path"]
+    found = remarks_on_model(tmp_path, "meta-llama/Llama-3.1-8B", "freeze_vision_tower: false")
+    assert "whose encoder is not in the model" in found["freeze_vision_tower"]
+    assert "model_name_or_path" not in remarks_on_model(tmp_path, "meta-llama/Llama-3.1-8B", "use_vision: false")
+
+
+def test_a_quantised_checkpoint_is_listed(tmp_path: Path) -> None:
+    assert "quantised" in remarks_on_model(tmp_path, "Qwen/Qwen3-8B-FP8")["model_name_or_path"]
+
+
+def test_a_program_of_the_same_name_that_is_not_megatrons_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"DATA=a TP=1\n{TRAINING}")
+    (tmp_path / "pretrain_gpt.py").write_text("import os\nfrom megatron.training import pretrain\n")
+    assert not any(item.option == "pretrain_gpt.py" for item in read_launch(path, make_context()).unread)
+    (tmp_path / "pretrain_gpt.py").write_text("from megatron.training import pretrain\nfrom fastgpt import faster\n")
+    (item,) = (item for item in read_launch(path, make_context()).unread if item.option == "pretrain_gpt.py")
+    assert "imports fastgpt" in item.why
