@@ -53,3 +53,19 @@ def test_scripts_of_every_reader_list_it(tmp_path: Path, command: str) -> None:
     path = tmp_path / "train.sh"
     path.write_text(f"export CUDA_LAUNCH_BLOCKING=1\n{command}\n")
     assert "CUDA_LAUNCH_BLOCKING" in [item.option for item in read_launch(path, make_context(devices=8)).unread]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "env NCCL_P2P_DISABLE=1",
+        "mpirun -x NCCL_P2P_DISABLE=1",
+        """ray job submit --runtime-env-json='{"env_vars": {"NCCL_P2P_DISABLE": "1"}}' --""",
+    ],
+)
+def test_variables_that_a_command_hands_on_are_listed(tmp_path: Path, before: str) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"TP=2 DATA=a\necho NCCL_IB_DISABLE=1\n{before} {TRAINING.strip()}\n")
+    listed = [item.option for item in read_launch(path, make_context(devices=8)).unread]
+    assert "NCCL_P2P_DISABLE" in listed
+    assert "NCCL_IB_DISABLE" not in listed

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
-from autoplan.frameworks.common.options import show
+from autoplan.frameworks.common.options import NOT_KNOWN, show
 from autoplan.frameworks.common.shell import FIRST_ROUND, UNDECIDED
 from autoplan.readers.model import left_out
 
@@ -17,6 +17,9 @@ _OF_IMAGES = re.compile(
     r"(?<![a-z])(vision|vlm|vit|vl|llava|multimodal|imagetextto\w*|image_(token|folder|max_pixels)\w*|audio|mm_\w+)(?![a-z])",
     re.IGNORECASE,
 )
+_OF_PLACES = re.compile(
+    r"save|output|dir$|dir_|(?<!model_name_or_)path$|wandb|run_name|dataset|^load$|^source ", re.IGNORECASE
+)  # no models
 _OFF = ("", "false", "0", "none", "null")
 MAX_SHOWN = 3  # differences in a message
 
@@ -62,13 +65,16 @@ def _with_encoder(launch: Launch) -> Launch:
     """Return the launch, with a remark if the file speaks of images or sound and the model is one of text alone."""
     if launch.model.stands_before_text:
         return launch
-    said = [*launch.options, *((item.option, item.value) for item in launch.unread)]
+    said = [*((item.option, item.value) for item in launch.unread), *launch.options]
     for option, value in said:
         is_off = value.casefold() in _OFF and "freeze" not in option
-        if not is_off and _OF_IMAGES.search(f"{option} {value}"):
-            why = "of a model of images or sound, whose encoder is not in the model that is priced"
-            item = Unread(option=option, value=value, why=why)
-            return replace(launch, unread=(item, *(old for old in launch.unread if old.option != option)))
+        if is_off or _OF_PLACES.search(option) or not _OF_IMAGES.search(f"{option} {value}"):
+            continue
+        why = "of a model of images or sound, whose encoder is not in the model that is priced"
+        old = next((item for item in launch.unread if item.option == option), None)
+        reasons = [old.why] if old and old.matters and old.why != NOT_KNOWN else []
+        item = Unread(option=option, value=value, why="; ".join([*reasons, why]))
+        return replace(launch, unread=(item, *(other for other in launch.unread if other is not old)))
     return launch
 
 

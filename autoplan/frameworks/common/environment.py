@@ -7,7 +7,7 @@ LLaMA-Factory's in its extras/misc.py and launcher.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autoplan.frameworks.common.launch import Unread
 
@@ -28,9 +28,15 @@ _WHEN_OFF: tuple[tuple[str, str], ...] = (
     (r"NVTE_ALLOW_NONDETERMINISTIC_ALGO", "deterministic kernels are slower than is priced"),
     (r"NCCL_NVLS_ENABLE|NCCL_CUMEM_ENABLE", "links are priced as used"),
 )
+_NAMED = re.compile(r"(?<![\w$-])([A-Z][A-Z0-9_]{3,})[\"']?[ \t]*[=:][ \t]*[\"']?([^\s,;\"'}]*)")
 _HARMLESS = re.compile(
     r"(ACCELERATE|FSDP)_(LOG_LEVEL|\w*DEBUG\w*|\w*TIMEOUT\w*|CPU_RAM_EFFICIENT_LOADING|DISABLE_RICH|PATH|DIR)"
 )
+
+
+def variables_in(words: Iterable[str]) -> dict[str, str]:
+    """Return the variables that a command hands on in its words: NAME=VALUE, or a table of them such as Ray's."""
+    return {match[1]: match[2] for word in words for match in _NAMED.finditer(word)}
 
 
 def unread_variables(environment: Mapping[str, str]) -> list[Unread]:

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.beside import read_beside
-from autoplan.frameworks.common.environment import unread_variables
+from autoplan.frameworks.common.environment import unread_variables, variables_in
 from autoplan.frameworks.common.launch import LaunchContext, Unread
 from autoplan.frameworks.common.shell_tokens import ASSIGNMENT, MAX_DEPTH, NAME, Token, tokens_of
 from autoplan.frameworks.common.shell_words import MAX_CHARACTERS, Value, Variables, is_number, is_open
@@ -94,7 +94,10 @@ def read_script(
     variables = Variables(slurm_variables(text), dict(fixed))
     state = _State(variables, folder, assumed)
     state.run(text, 0)
-    environment = {name: value for command in state.commands for name, value in command.environment}
+    environment: dict[str, str] = {}
+    for command in state.commands:
+        if command.words[:1] not in (("echo",), ("printf",)):
+            environment |= dict(command.environment) | variables_in(command.words)
     return Script(state.commands, variables.values, state.open, state.missing, environment)
 
 
