@@ -2,9 +2,9 @@
 
 The runs stand in `finetuning_runs.csv`, in the columns of the table of measured runs, with their sources.  Mechanisms
 were mended with the sources of `LEARNT` in view: those whose faults were known before, of the others those that a hash
-of their name draws, and those of the eighth blind round, whose errors were looked at one by one.  Of the rest only
-these figures were looked at, but for the memory of fmsaccel and torchtune, whose verdicts were wrong.  What was
-predicted before anything was changed for them is in `first_errors.csv`.
+of their name draws, and those of the eighth and tenth blind rounds, whose errors were looked at one by one.  Of the
+rest only these figures were looked at, but for the memory of fmsaccel and torchtune, whose verdicts were wrong.  What
+was predicted before anything was changed for them is in `first_errors.csv`.
 
 usage: python benchmarks/finetune.py [--rows] [--report FILE]
 """
@@ -30,7 +30,8 @@ FIRST_ERRORS = Path(__file__).with_name("first_errors.csv")
 KNOWN = ("axolotl", "fsdpqlora", "litgpt", "mlperflora40", "mlperflora51", "nemolora", "qwenreadme")
 DRAWN = ("a800gist", "automodellora", "hffsdp")  # sha256 of the name begins with 8 or more
 ROUND_8 = ("unillm", "vectorlm")
-LEARNT = (*KNOWN, *DRAWN, *ROUND_8)
+ROUND_10 = ("halolora", "krailora", "mlperflora41", "swifth20")
+LEARNT = (*KNOWN, *DRAWN, *ROUND_8, *ROUND_10)
 HEAD = (
     f"{'':28}{'runs':>6}{'error':>7}{'p90':>7}{'bias':>7}{'cover':>7}{'width':>7}{'first':>7}{'memory':>8}{'error':>7}"
 )
