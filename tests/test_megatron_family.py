@@ -169,7 +169,7 @@ def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> N
         expected |= {"expert_model_parallel_size": plan.ep, "expert_tensor_parallel_size": plan.etp}
     if kind != "megatron-bridge":
         expected |= {
-            "swiglu": model.gated_mlp,
+            "swiglu": model.gated_mlp and not model.clamped_activation,  # else quick_geglu
             "add_bias_linear": model.mlp_bias,
             "untie_embeddings_and_output_weights": not model.tied_embeddings,
             "vocab_size": model.vocab_size,
