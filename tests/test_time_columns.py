@@ -14,19 +14,19 @@ from autoplan.spec.measurement import Match, Measurement, Measurements
 from autoplan.spec.operations import SHAPES
 
 LEVELS = {3: Match.EXACT, 5: Match.DEVICE}
-SOUND = ("gemm", "bf16", "128x256x64", 1e-3, "a" * 64, 3, "sustained", "ok")
+SOUND = ("gemm", "bf16", "128x256x64", 1e-3, "a" * 64, 3, False, False)
 
 numbers = st.one_of(st.integers(-1, 3), st.integers(10**17, 10**19)).map(str)
 rows = st.builds(
-    lambda operation, sizes, seconds, number, mode, status: (
-        *(operation, "bf16", "x".join(sizes), seconds, f"{number}{len(sizes)}" * 32, number, mode, status),
+    lambda operation, sizes, seconds, number, is_burst, is_disturbed: (
+        *(operation, "bf16", "x".join(sizes), seconds, f"{number}{len(sizes)}" * 32, number, is_burst, is_disturbed),
     ),
     st.sampled_from(["gemm", "norm", "attention", "later"]),
     st.lists(numbers, min_size=1, max_size=6),
     st.sampled_from([1e-3, 2.0, 0.0, 1e-40, 1e7, float("nan"), "text", None]),
     st.sampled_from(list(LEVELS)),
-    st.sampled_from(["sustained", "burst"]),
-    st.sampled_from(["ok", "unstable"]),
+    st.booleans(),
+    st.booleans(),
 )
 
 

@@ -21,7 +21,7 @@ from autoplan.profiler.store.time_columns import TIMED, measurements_of
 from autoplan.spec.measurement import Match, Measurements
 from autoplan.spec.operations import COLLECTIVES, Operation
 
-_CHOSEN_BY = (*TIMED, "kernel", "conditions", "host", "work_hash")
+_CHOSEN_BY = (*TIMED, *(records.c[name] for name in ("mode", "status", "kernel", "conditions", "host", "work_hash")))
 HOSTS_APART = 1.10  # reported ratio of two hosts' times of one shape; equal devices differ by 5 % (`modelling` C1)
 _PREFERRED_MODES = ("sustained", "burst", "imported")  # for one shape on equally similar machines
 MAX_COMPARED = 5  # newest measurements of one shape, whose median counts
@@ -100,14 +100,10 @@ def choose_timings(
             compared = _median_rows(connection.execute(_compared(candidates, repeated)), unread, apart)
             rows += (row[: len(TIMED)] for row in compared)
         # By the number of rows, which is their order in the table: by index, each would be looked for there alone.
-        rows += connection.execute(select(*_columns(TIMED)).where(records.c.id.in_(settled))).all()
+        rows += connection.execute(select(*TIMED).where(records.c.id.in_(settled))).all()
     rows += (row[: len(TIMED)] for row in _stand_ins(connection, levels, usable))
     measurements = measurements_of(device, rows, levels, unread)
     return ChosenTimings(measurements=measurements, hosts_apart=tuple(apart), unread=frozenset(unread))
-
-
-def _columns(names: Iterable[str]) -> list[ColumnElement[Any]]:
-    return [records.c[name] for name in names]
 
 
 def _median_rows(rows: Iterable[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
@@ -166,11 +162,7 @@ def _compared(candidates: Sequence[ColumnElement[bool]], repeated: Select[Any]) 
     query = select(records.c.id, place).where(*candidates, or_(is_settled, restless), records.c.work_hash.in_(repeated))
     chosen = query.subquery()
     is_compared = or_(chosen.c.place == 1, and_(chosen.c.place <= MAX_COMPARED, records.c.mode != "imported"))
-    return (
-        select(*_columns(_CHOSEN_BY))
-        .join(chosen, and_(records.c.id == chosen.c.id, is_compared))
-        .order_by(chosen.c.place)
-    )
+    return select(*_CHOSEN_BY).join(chosen, and_(records.c.id == chosen.c.id, is_compared)).order_by(chosen.c.place)
 
 
 def beside_products(connection: Connection, levels: Mapping[int, Match]) -> list[BesideProducts]:
@@ -221,7 +213,7 @@ def _middle(rows: Iterable[Any]) -> Any:
 def _stand_ins(connection: Connection, levels: Mapping[int, Match], usable: Sequence[ColumnElement[bool]]) -> list[Any]:
     """Return rows of disturbed records for work without a clean record on any machine of `levels`."""
     served = select(records.c.work_hash).where(records.c.fingerprint_id.in_(levels), records.c.status == "ok", *usable)
-    query = select(*_columns((*TIMED, "conditions"))).where(
+    query = select(*_CHOSEN_BY).where(
         records.c.fingerprint_id.in_(levels),
         records.c.status.in_(DISTURBED),
         records.c.work_hash.not_in(served),
