@@ -226,6 +226,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", metavar="WORD", default="", help="commands with this word in their name")
     given = parser.parse_args()
+    # A shell starts what runs in its background so that it and all of its children ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     draw, faults, strikes = random.Random(given.seed), [], Counter[tuple[str, str]]()
     cases = [case for case in CASES if given.only in case.name]
     folder = Path(tempfile.mkdtemp())
