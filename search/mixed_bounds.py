@@ -19,7 +19,7 @@ from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_par
 from autoplan.cost.memory.stage_memory import transient_bytes
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.cost.step import straggler_share
-from autoplan.frameworks.common.rules import legal
+from autoplan.frameworks.common.rules import legal, legal_on_own_devices
 from autoplan.search.balance import spread_layers
 from autoplan.search.bounds import KindCosts, kind_costs
 from autoplan.search.cells import Cell, expert_degrees
@@ -211,10 +211,7 @@ class MixedSpace:
         owner, parts, parallel = zip(*stages, strict=True)
         batch, space = PlanBatch.of(parallel, self.problem.model.num_layers), self.spaces[0]
         lawful = np.ones(len(plans), dtype=np.bool_)
-        for num_devices in np.unique(batch.num_devices).tolist():
-            rows = np.flatnonzero(batch.num_devices == num_devices)
-            workload = replace(space.workload, num_devices=num_devices)
-            np.logical_and.at(lawful, np.array(owner)[rows], legal(space.rules, workload, batch.take(rows)))
+        np.logical_and.at(lawful, np.array(owner), legal_on_own_devices(space.rules, space.workload, batch))
         for at, part, plan in zip(owner, parts, parallel, strict=True):
             lawful[at] &= all(self.spaces[part].limits.admits(axis, getattr(plan, axis)) for axis in COUNTS)
         return lawful

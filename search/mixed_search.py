@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -169,7 +169,9 @@ def _searched(
     problem, global_batch, most_z = space.problem, space.global_batch, space.most_z
 
     def is_answer(plans: Sequence[MixedPlan]) -> list[bool]:
-        return [ok and lawful for ok, lawful in zip(accepts(plans), space.admits(plans), strict=True)]
+        lawful = space.admits(plans).tolist()
+        accepted = iter(accepts(list(itertools.compress(plans, lawful))))
+        return [is_lawful and next(accepted) for is_lawful in lawful]
 
     costs, rates, bounds = [], [], []
     for part, result in enumerate(results_alone):
@@ -185,8 +187,7 @@ def _searched(
 
     refiner = Refiner(problem, global_batch, is_answer, most_z, space.equal)
     candidates = candidates_of(space)
-    alone_s = min((cost.step_s for cost in costs if cost.oom_z <= most_z), default=np.inf)
-    costs += [candidate.cost for candidate in _refined(space, refiner, candidates, alone_s)]
+    costs += [refined.cost for refined in _refined(space, refiner, candidates, _fastest_s(space, costs))]
     in_order = sorted(itertools.chain(*candidates.values()), key=attrgetter("least_s"))
     left = _price_layouts(space, refiner, in_order, costs)
     costs.sort(key=partial(order_of, most_z))
@@ -216,17 +217,23 @@ def _price_layouts(
 
     The candidates come with the smallest bounds first, so that plans priced early spare later ones.
     """
-    left, num_more = [], MAX_LAYOUTS
+    left, num_more, best_s = [], MAX_LAYOUTS, _fastest_s(space, costs)
     for candidate in candidates:
-        best_s = min((cost.step_s for cost in costs if cost.oom_z <= space.most_z), default=np.inf)
         if len(candidate.groups) > 1 or num_more == 0 or best_s == np.inf:
             left.append(candidate)
         elif candidate.least_s < best_s:
             layouts = list(itertools.islice(space.layouts(candidate, best_s), num_more + 1))
             left += [candidate] if len(layouts) > num_more else []
-            costs += refiner.priced(layouts[:num_more])
+            priced = refiner.priced(layouts[:num_more])
+            costs += priced
+            best_s = min(best_s, _fastest_s(space, priced))
             num_more -= min(len(layouts), num_more)
     return left
+
+
+def _fastest_s(space: MixedSpace, costs: Iterable[MixedCost]) -> float:
+    """Return the shortest step of the costs that are as safe as the space asks for."""
+    return min((cost.step_s for cost in costs if cost.oom_z <= space.most_z), default=np.inf)
 
 
 def _priced(space: Space) -> Space:
@@ -257,7 +264,7 @@ def _refined(
         structures = [space.structure(candidates[0]) for candidates in itertools.islice(forms.values(), FIRST_FORMS)]
         improved, tried = refiner.refine(structures), set(structures)
         for better in (_other_micro_batches, _other_axes, _other_chunks, _other_chunks):
-            best_s = min([best_s, *(found.cost.step_s for found in improved if found.cost.oom_z <= space.most_z)])
+            best_s = min(best_s, _fastest_s(space, (found.cost for found in improved)))
             forms = {form: [way for way in alike if way.least_s < best_s] for form, alike in forms.items()}
             best: dict[object, Structure] = {}
             for found in improved:

@@ -22,7 +22,7 @@ from autoplan.api.problem import (
 )
 from autoplan.api.results import MixedPlanResult, Progress
 from autoplan.api.training_run import RunOptions, make_run, objectives_of, priced_parts
-from autoplan.api.unlike_nodes import is_expressible
+from autoplan.api.unlike_nodes import are_expressible
 from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.cost.mixed.estimate import estimate_mixed as price_mixed
 from autoplan.frameworks.common.job import Target
@@ -200,7 +200,7 @@ def _started_by(problem: MixedProblem, target: Target | None) -> tuple[Accepts, 
         return accept_all, NOTHING_EQUAL
 
     def accepts(plans: Sequence[MixedPlan]) -> Sequence[bool]:
-        return [is_expressible(problem, plan, target) for plan in plans]
+        return are_expressible(problem, plans, target)
 
     return accepts, Equal(tp=not target.takes_unequal_tp, replicas=True, batches=not target.unequal_batches)
 

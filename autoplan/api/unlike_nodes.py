@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby, islice
+
+import numpy as np
 
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.mixed.stages import mixed_stages
 from autoplan.frameworks.common.job import Target
-from autoplan.frameworks.common.rules import broken
+from autoplan.frameworks.common.rules import legal_on_own_devices
 from autoplan.frameworks.registry import book_of, find_target
 from autoplan.launch.start import NodeRange
 from autoplan.search.ranking import ranked, training_flops_per_token
 from autoplan.spec.estimate import datasheet_peak, probability_above
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
 from autoplan.spec.mixed_result import MixedCost
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.plan_file import PLAN_FILE_VERSION, MixedPlanFile, PartPlanFile
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.started_plan import StartedPlan, started_plan
 from autoplan.topology.placement import node_names
 
 
-def is_expressible(problem: MixedProblem, plan: MixedPlan, target: Target) -> bool:
-    """Return whether the framework of a target starts the plan, as far as its rules say."""
-    try:
-        started = _started(problem, plan, target)
-    except InputError:
-        return False
-    workload = problem.as_if(started.node_parts[0], plan.parts).workload
+def are_expressible(problem: MixedProblem, plans: Sequence[MixedPlan], target: Target) -> list[bool]:
+    """Return which plans the framework of a target starts, as far as its rules say."""
+    owner, parallel, result = [], [], np.zeros(len(plans), dtype=np.bool_)
+    for at, plan in enumerate(plans):
+        try:
+            rank_order = _started(problem, plan, target).plan.rank_order
+        except InputError:
+            continue
+        result[at] = rank_order in problem.framework.rank_orders
+        for tp in {stage.tp for stage in plan.kinds[0].stages}:
+            owner.append(at)
+            parallel.append(replace(as_parallel(problem, plan, plan.kinds[0], tp), rank_order=rank_order))
     rules = book_of(problem.framework).rules + target.limits
-    for tp in {stage.tp for stage in plan.kinds[0].stages}:
-        parallel = replace(as_parallel(problem, plan, plan.kinds[0], tp), rank_order=started.plan.rank_order)
-        if broken(rules, replace(workload, num_devices=parallel.num_devices), parallel):
-            return False
-    return started.plan.rank_order in problem.framework.rank_orders
+    batch = PlanBatch.of(parallel, problem.model.num_layers)
+    np.logical_and.at(result, owner, legal_on_own_devices(rules, problem.alone(0).workload, batch))
+    return [bool(starts) for starts in result]
 
 
 def _started(problem: MixedProblem, plan: MixedPlan, target: Target) -> StartedPlan:

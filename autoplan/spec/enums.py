@@ -35,6 +35,8 @@ def members(enum: type[Member]) -> tuple[Member, ...]:
 
 def enum_value(name: str, enum: type[Member], text: str) -> Member:
     """Return the member of `enum` named `text`; an `InputError` lists the valid members."""
+    if isinstance(text, enum):
+        return text
     try:
         return enum(text)
     except ValueError:

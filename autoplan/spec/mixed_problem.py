@@ -93,6 +93,7 @@ class ReplicaKind:
 # Of the axes that all replicas share, those that the kinds have themselves.
 _OF_KINDS: dict[str, Any] = dict.fromkeys(("global_batch", "micro_batch", "tp", "pp", "vp", "dp_shard"), 1)
 _OF_KINDS |= {"layers_per_chunk": None, "placement": None, "schedule": Schedule.ONE_F_ONE_B}
+_PLAN_FIELDS = tuple(field.name for field in fields(ParallelPlan))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +309,7 @@ class MixedProblem:
 def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: int) -> ParallelPlan:
     """The plan in which all replicas were of `kind` and all their stages had the tensor-parallel degree `tp`."""
     common, replicas = plan.common, plan.num_replicas
-    values = {field.name: getattr(common, field.name) for field in fields(common)}
+    values = {name: getattr(common, name) for name in _PLAN_FIELDS}
     values |= {
         "global_batch": kind.micro_batch * kind.num_microbatches * replicas,
         "micro_batch": kind.micro_batch,

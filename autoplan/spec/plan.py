@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoplan.base.arrays import Bools, Ints, Rows, distinct_rows
 from autoplan.base.errors import InputError, UnpricedError
@@ -43,6 +44,7 @@ from autoplan.spec.enums import (
 
 # Schedules that put off the weight gradients; they have no closed form.
 SPLIT_SCHEDULES = tuple(name.code for name in (Schedule.ZB_H1, Schedule.ZB_V, Schedule.DUALPIPE_V))
+_IS_SPLIT = np.array([name.code in SPLIT_SCHEDULES for name in Schedule])
 MAX_OPERATIONS = 2**19  # of a pipeline that is followed pass by pass; more would take seconds to prepare
 
 SELECTIVE, FULL = Recompute.SELECTIVE.code, Recompute.FULL.code
@@ -277,7 +279,7 @@ class PlanBatch(Rows):
     @property
     def splits_backward(self) -> Bools:
         """Whether weight gradients are put off."""
-        return np.isin(self.schedule, SPLIT_SCHEDULES)
+        return _IS_SPLIT[self.schedule]
 
     def repeats(self, module: RecomputeModule) -> Bools:
         """Return which plans recompute this part of a layer by name."""
@@ -298,14 +300,11 @@ class PlanBatch(Rows):
         for plan in plans:
             check_priced(plan)
             index.append(layouts.setdefault(chunk_layers(plan, num_layers), len(layouts)))
-        arrays = {
-            axis.name: np.array([axis.code(getattr(plan, axis.name)) for plan in plans], dtype=column_type(axis))
-            for axis in COLUMNS
-        }
+        arrays = {axis.name: _column(axis, plans) for axis in COLUMNS}
         arrays["recompute_modules"] = np.array([module_bits(plan) for plan in plans], dtype=np.int64)
         arrays["recompute_num_layers"] = np.array([repeated_layers(plan) for plan in plans], dtype=np.int64)
         layout = np.array(index, dtype=np.int64)
-        return cls(**arrays, layout=layout, layouts=tuple(layouts), placement=placements.pop())  # type: ignore[arg-type]
+        return cls(**arrays, layout=layout, layouts=tuple(layouts), placement=placements.pop())
 
     def distinct(self, *names: str) -> tuple[Ints, Ints]:
         """Return (indices of plans with distinct values of these axes, for every plan the index of its equal)."""
@@ -343,6 +342,11 @@ class PlanBatch(Rows):
         if len(placements) > 1:
             raise InputError("plans of one batch must have the same placement")
         return PlanBatch(**arrays, layouts=tuple(layouts), placement=placements.pop())
+
+
+def _column(axis: Axis, plans: Sequence[ParallelPlan]) -> NDArray[Any]:
+    values: list[Any] = [getattr(plan, axis.name) for plan in plans]
+    return np.array([word.code for word in values] if axis.enum else values, dtype=column_type(axis))
 
 
 def column_type(axis: Axis) -> type[np.bool_ | np.int64]:

@@ -198,14 +198,16 @@ def _tied_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: S
         return result
     for part, layout in layouts.items():
         batch, on_part = _chain(part, layout, members), _on_part(layout)
-        for row in np.flatnonzero(on_part[:, 0] | on_part[:, -1]):
-            at = layout.pipeline[row]
-            kind, chain = members[at].kind, batch.take(np.array([row]))
+        alike: dict[tuple[frozenset[int], int], list[int]] = defaultdict(list)
+        for row in np.flatnonzero(on_part[:, 0] | on_part[:, -1]).tolist():
+            kind = members[layout.pipeline[row]].kind
             ends = frozenset((kind.stages[0].part, kind.stages[-1].part))
+            senders = kind.count * int(batch.cp[row] * batch.tp[row]) if len(ends) > 1 else 0
+            alike[ends, senders].append(row)
+        for (ends, senders), rows in alike.items():
             links = Links.of(layout.problem)
             if len(ends) > 1:
-                level = problem.between(part, ends, kind.count * int(chain.cp[0] * chain.tp[0]))
-                links = links_between(level, layout.problem.calibration)
-            seconds = tied_table(layout.problem, chain, stages).seconds(links)
-            result[at] = max(result[at], layout.overall * float(seconds[0]))
+                links = links_between(problem.between(part, ends, senders), layout.problem.calibration)
+            seconds = tied_table(layout.problem, batch.take(np.array(rows)), stages).seconds(links)
+            np.maximum.at(result, layout.pipeline[rows], layout.overall * seconds)
     return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from types import FunctionType, MethodType
 
 import numpy as np
@@ -98,23 +99,34 @@ def legal(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch) -> Bool
     return result
 
 
-def legal_so_far(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch, columns: frozenset[str]) -> Bools:
-    """Return plans that obey the rules that look at these columns alone, which is watched; others are not asked."""
+def legal_on_own_devices(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch) -> Bools:
+    """Return which plans obey every rule on as many devices as they need, whatever number the workload has."""
     result = all_true(batch)
-    for rule in rules:
-        watched = _Watched(batch)
-        holds = rule.holds(workload, watched)  # type: ignore[arg-type]
-        if watched.looked_at <= columns:
-            result &= holds
+    for num_devices in np.unique(batch.num_devices).tolist():
+        rows = np.flatnonzero(batch.num_devices == num_devices)
+        result[rows] = legal(rules, replace(workload, num_devices=num_devices), batch.take(rows))
     return result
 
 
-class _Watched:
-    """A batch that remembers which of its columns were looked at."""
+def legal_so_far(rules: tuple[Rule, ...], workload: Workload, batch: PlanBatch, columns: frozenset[str]) -> Bools:
+    """Return plans that obey the rules that look at these columns alone; others end at the first other column."""
+    result, known = all_true(batch), _Known(batch, columns)
+    for rule in rules:
+        with suppress(_UnknownColumnError):
+            result &= rule.holds(workload, known)  # type: ignore[arg-type]
+    return result
 
-    def __init__(self, batch: PlanBatch) -> None:
+
+class _UnknownColumnError(Exception):
+    """A rule looks at a column that is not known yet."""
+
+
+class _Known:
+    """A batch some of whose columns are not known yet."""
+
+    def __init__(self, batch: PlanBatch, columns: frozenset[str]) -> None:
         self._batch = batch
-        self.looked_at: set[str] = set()
+        self._columns = columns
 
     def __len__(self) -> int:
         return len(self._batch)
@@ -125,7 +137,8 @@ class _Watched:
             return derived.__get__(self)
         if isinstance(derived, FunctionType):
             return MethodType(derived, self)
-        self.looked_at.add(name)
+        if name not in self._columns:
+            raise _UnknownColumnError(name)
         return getattr(self._batch, name)
 
 
