@@ -322,13 +322,14 @@ class Space:
         return self._candidates(cells)[0]
 
     def _group_rows(self, cell: Cell) -> Ints:
-        parts = parts_of(self.workload.model)
+        parts, values_of = parts_of(self.workload.model), dict(self.limits.values)
         choices = []
         for axis in _GROUP_WORDS:
-            values = self.limits.of(axis.name)
+            values = values_of[axis.name]
             if axis.name == "cp_kind":
                 values = tuple(kind for kind in values if ContextParallelKind(str(kind)).fits(cell.cp)) or values[:1]
-            choices.append(values if axis.needs.are_met(cell, **parts) else values[:1])
+            has_choice = len(values) > 1 and axis.needs.are_met(cell, **parts)
+            choices.append(values if has_choice else values[:1])
         return _group_rows(self.limits, cell.dp, tuple(choices))
 
     def _states(self, cell: Cell) -> Ints:
@@ -336,13 +337,14 @@ class Space:
         limits = self.limits
         copies = AXIS["sharding"].needs.are_met(cell, **parts_of(self.workload.model))
         replicates = cell.dp_replicate > 1 and not limits.fixes("dp_replicate", "dp_shard")
+        shardings, offloads = limits.of("sharding"), limits.of("offload")
         # Without replicas of a parameter sharding has no effect, except that offload requires a sharded optimizer;
         # without sharding the split of dp has no effect.
         rows = [
             (AXIS["sharding"].code(sharding), AXIS["offload"].code(offload))
-            for sharding in limits.of("sharding")
-            for offload in limits.of("offload")
-            if copies or sharding == limits.of("sharding")[0] or (sharding, offload) in _ALONE
+            for sharding in shardings
+            for offload in offloads
+            if copies or sharding == shardings[0] or (sharding, offload) in _ALONE
             if not (replicates and sharding == "none")
         ]
         return np.array(rows, dtype=np.int64).reshape(-1, 2)

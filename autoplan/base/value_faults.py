@@ -79,6 +79,7 @@ def typed_number(text: str, key: str, field: str, number: type, bare_unit: float
     return parse_amount(text, key, field, bare_unit)
 
 
+@cache
 def number_inside(annotation: Any) -> type | None:
     """Return int or float for a number, one that may be left out, or a table of numbers; None for anything else."""
     parts = [part for part in typing.get_args(annotation) if part is not type(None)]
@@ -116,6 +117,7 @@ def _as_written(error: OutOfRangeError, path: str, written: dict[str, tuple[str,
     return str(OutOfRangeError(f"{key}{dot}{part}", error.value / factor, error.rule))
 
 
+@cache
 def dataclass_inside(annotation: Any) -> tuple[type | None, bool]:
     """Return (dataclass in an annotation such as X, X | None or tuple[X, ...], whether it is a sequence)."""
     if dataclasses.is_dataclass(annotation) and isinstance(annotation, type):

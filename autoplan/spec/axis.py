@@ -161,8 +161,8 @@ class Axis:
 
     def value(self, code: int) -> int | Value:
         """Return the value of a code in a batch."""
-        if self.enum:
-            return members(self.enum)[code]
+        if enum := self.enum:
+            return members(enum)[code]
         return bool(code) if self.kind is Kind.FLAG else int(code)
 
     def word(self, value: Value | str) -> Value:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 from autoplan.base.errors import InputError
@@ -336,14 +337,13 @@ class Framework:
 
     def choice(self, axis: str) -> Value:
         """Return the value of an option in plans that leave it out."""
-        value: Value = self.choices.get(axis, AXIS[axis].default)
+        value: Value = _parsed(self.usual).get(axis, AXIS[axis].default)
         return value
 
     @property
     def choices(self) -> dict[str, Any]:
         """Options whose values in plans that leave them out differ from the defaults of `spec/axes.py`."""
-        pairs = (text.partition("=") for text in self.usual)
-        return {name: AXIS[name].parse(value, "usual") for name, _, value in pairs}
+        return dict(_parsed(self.usual))
 
     @property
     def attention(self) -> AttentionKernel:
@@ -370,6 +370,13 @@ class Framework:
         for name, value in traits.items():
             groups.setdefault(GROUP_OF[name], {})[name] = value
         return replace(self, **{group: replace(getattr(self, group), **values) for group, values in groups.items()})
+
+
+@cache
+def _parsed(usual: tuple[str, ...]) -> dict[str, Any]:
+    """Values of options by their names, from texts such as dropout=on."""
+    pairs = (text.partition("=") for text in usual)
+    return {name: AXIS[name].parse(value, "usual") for name, _, value in pairs}
 
 
 GROUPS: dict[str, type] = {
