@@ -244,21 +244,28 @@ class Start(NamedTuple):
     plan: ParallelPlan
 
 
+@cache
+def legal_plan(axis: str, value: str, at: int, framework: str, model: str) -> Start | None:
+    """The plan of one of the ways to a value, if it is legal; several targets take the plans of a framework."""
+    way = ways_to(AXIS[axis])[value][at]
+    training = [str(way.get(name, default)) for name, default in PROBLEM.items()]
+    try:
+        problem = problem_of(model, framework, *training)
+        plan = plan_with(problem, way)
+        is_legal = not broken(book_of(problem.framework).rules, problem.workload, plan)
+    except AutoplanError:
+        return None
+    return Start(model, framework, *training, plan) if is_legal and has(plan, AXIS[axis], value) else None
+
+
 def legal_plans(axis: str, value: str, rules: str) -> Iterator[Start]:
     """Yield legal plans with a value of an option under a book of rules: of the first framework that has any."""
     for framework in frameworks_of(rules):
         has_any = False
-        for way, model in product(ways_to(AXIS[axis])[value], models_with(AXIS[axis])):
-            training = [str(way.get(name, default)) for name, default in PROBLEM.items()]
-            try:
-                problem = problem_of(model, framework, *training)
-                plan = plan_with(problem, way)
-                is_legal = not broken(book_of(problem.framework).rules, problem.workload, plan)
-            except AutoplanError:
-                continue
-            if is_legal and has(plan, AXIS[axis], value):
+        for at, model in product(range(len(ways_to(AXIS[axis])[value])), models_with(AXIS[axis])):
+            if start := legal_plan(axis, value, at, framework, model):
                 has_any = True
-                yield Start(model, framework, *training, plan)
+                yield start
         if has_any:
             return
 

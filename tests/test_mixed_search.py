@@ -516,10 +516,16 @@ def random_plan(refiner: Refiner, structure: Structure, choices: random.Random) 
     return refiner._plan(replace(structure, kinds=tuple(kinds)), layers, rounds, None)
 
 
-def test_flags_narrow_the_plans_of_all_parts() -> None:
-    parts = scaled("a100-sxm:1x8", "one"), scaled("a100-sxm:1x8", "two", speed=0.5)
-    problem = problem_of(*parts, model=replace(load_model("mixtral-8x7b"), num_layers=16), seq_len=4096)
-    free = search_mixed(problem, 16)
+@pytest.fixture(scope="module")
+def experts() -> tuple[MixedProblem, MixedResult]:
+    """A mixture of experts on two kinds of nodes, and the search of all its plans."""
+    parts = load_any_cluster("h100-sxm:1x8+a100-sxm:1x8").parts
+    problem = problem_of(*parts, model=replace(load_model("mixtral-8x7b"), num_layers=8), seq_len=4096)
+    return problem, search_mixed(problem, 16)
+
+
+def test_flags_narrow_the_plans_of_all_parts(experts: tuple[MixedProblem, MixedResult]) -> None:
+    problem, free = experts
     assert free.ranked[0].plan.common.ep > 1
     narrowed = search_mixed(problem, 16, fix=["tp=2", "ep=2"], at_most=["pp=4"], forbid=["recompute=full", "offload"])
     assert narrowed.ranked[0].step_s >= free.ranked[0].step_s * (1 - free.certificate.gap)
@@ -564,11 +570,10 @@ def test_where_nothing_fits_plans_that_may_run_out_of_memory_are_ranked_as_on_eq
     assert 0 <= found.certificate.gap < 0.3
 
 
-def test_no_degree_of_experts_beats_the_search_of_all() -> None:
+def test_no_degree_of_experts_beats_the_search_of_all(experts: tuple[MixedProblem, MixedResult]) -> None:
     """Structures whose pipelines have the same degrees were kept once, whatever their degree of experts."""
-    parts = load_any_cluster("h100-sxm:1x8+a100-sxm:1x8").parts
-    problem = problem_of(*parts, model=replace(load_model("mixtral-8x7b"), num_layers=8), seq_len=4096)
-    best_s = search_mixed(problem, 16).ranked[0].step_s
+    problem, free = experts
+    best_s = free.ranked[0].step_s
     for ep in (2, 8):
         fixed = search_mixed(problem, 16, fix=[f"ep={ep}"]).ranked
         assert all(cost.plan.common.ep == ep for cost in fixed)

@@ -16,14 +16,14 @@ from autoplan.launch.launcher import launch_files
 from autoplan.launch.start import Start
 from commands import run
 from model_specs import TINY_TOML
-from slurms import StandIn
+from slurms import StandIn, write_program
 from stores import held
 
 pytest.importorskip("torch")
 
 SEARCH = (
     "search tiny.toml --cluster cpu:1x2 --global-batch 8 --seq-len 32 --framework torch --precision fp32 --quiet "
-    "--out plan.json"
+    "--fix pp=1 --out plan.json"
 )
 
 
@@ -49,6 +49,12 @@ def folder(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     slurm.end()
 
 
+@pytest.fixture
+def one_rank(folder: Path) -> None:
+    """A torchrun that starts one rank, without importing torch: enough for a command that is refused."""
+    write_program(folder / "slurm" / "bin" / "torchrun", 'while [[ $1 != -- ]]; do shift; done\nshift\nexec "$@"')
+
+
 def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folder: Path) -> None:
     asked = "profile --for plan.json --template often.toml --budget 2s --allowance 0.02s --db times.db --work job"
     done = run(folder, *asked.split())
@@ -61,6 +67,7 @@ def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folde
     assert not (folder / "job" / "job.json").exists()
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_job_that_fails_says_why(folder: Path) -> None:
     heard: list[str] = []
     job = ProfileJob(
@@ -74,6 +81,7 @@ def test_a_job_that_fails_says_why(folder: Path) -> None:
     assert heard[-1].startswith("running")
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_a_folder_goes_on_with_what_it_was_asked_alone(folder: Path) -> None:
     def leave(status: str) -> None:
         raise ConnectionError(status)
