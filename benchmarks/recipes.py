@@ -119,6 +119,7 @@ class Recipe:
     problem: Problem
     plan: ParallelPlan
     measured_s: float  # median of its runs
+    fixed: tuple[str, ...]  # options that were no choice in its software
     unknown: tuple[str, ...]  # what decides its memory and is not told, or not priced
 
     @property
@@ -218,7 +219,7 @@ def main() -> int:
 
 def published(path: Path, sources: tuple[str, ...]) -> list[Recipe]:
     """Return the tuned configurations of the table at `path`, each once."""
-    found: dict[str, list[tuple[Run, Problem, ParallelPlan, float]]] = {}
+    found: dict[str, list[tuple[Run, Problem, ParallelPlan, float, tuple[str, ...]]]] = {}
     for run, row in with_answers(path, read_runs(path)):
         if not source_of(run).startswith(sources) or row["status"] != "ok" or not (run.problem and run.plan):
             continue
@@ -227,28 +228,30 @@ def published(path: Path, sources: tuple[str, ...]) -> list[Recipe]:
             problem = replace(problem, framework=replace(problem.framework, rules=RULES))
         # An overlap of traffic that there is none of is no choice.
         plan = run.plan if run.plan.tp > 1 else replace(run.plan, tp_overlap=False)
-        problem = with_kernels_of(plan, replace(problem, framework=problem.framework.choosing(plan)))
+        problem = replace(problem, framework=problem.framework.choosing(plan).preferring(f"attention={plan.attention}"))
+        problem, fixed = with_accumulation_of(plan, problem)
         measured = step_s(row, run.problem, plan)
-        found.setdefault(repr((problem, plan)), []).append((run, problem, plan, measured))
+        found.setdefault(repr((problem, plan)), []).append((run, problem, plan, measured, fixed))
     return [
         Recipe(
             ids=tuple(run.id for run, *_ in rows),
             problem=rows[0][1],
             plan=rows[0][2],
-            measured_s=statistics.median(measured for *_, measured in rows),
+            measured_s=statistics.median(measured for *_, measured, _ in rows),
             unknown=unknown_of([run for run, *_ in rows]),
+            fixed=rows[0][-1],
         )
         for rows in found.values()
     ]
 
 
-def with_kernels_of(plan: ParallelPlan, problem: Problem) -> Problem:
-    """Return the problem whose plans have the kernels of a recipe's software, which no plan of its time chose."""
-    framework = problem.framework.preferring(f"attention={plan.attention}")
-    if not plan.gradient_accumulation_fusion:
-        lacks = tuple(option for option in framework.lacks if option != _ACCUMULATION)
-        framework = replace(framework, lacks=lacks)
-    return replace(problem, framework=framework)
+def with_accumulation_of(plan: ParallelPlan, problem: Problem) -> tuple[Problem, tuple[str, ...]]:
+    """Return the problem, and limits of its plans, for a recipe of software in which accumulation was no choice."""
+    framework = problem.framework
+    if plan.gradient_accumulation_fusion or framework.offers is None or _ACCUMULATION in framework.offers:
+        return problem, ()
+    offering = replace(framework, offers=(*framework.offers, _ACCUMULATION))
+    return replace(problem, framework=offering), (f"{_ACCUMULATION}=off",)
 
 
 def unknown_of(runs: Sequence[Run]) -> tuple[str, ...]:
@@ -275,8 +278,7 @@ def compare(recipe: Recipe) -> Comparison:
         refusals=broken(book_of(problem.framework).rules, problem.workload, plan),
     )
     try:
-        fixed = () if plan.gradient_accumulation_fusion else (f"{_ACCUMULATION}=off",)
-        space = make_space(problem, plan.global_batch, fix=fixed)
+        space = make_space(problem, plan.global_batch, fix=recipe.fixed)
         _, result = with_excluded_options(problem, space, place_best(problem, search(problem, space)), ())
     except AutoplanError as error:
         return replace(priced, failure=str(error))
