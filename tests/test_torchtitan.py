@@ -338,6 +338,24 @@ enable_async_tensor_parallel = true
         read(text.replace("llama3", "flux"), LaunchContext())
 
 
+@pytest.mark.parametrize(("norm", "unread"), [("rmsnorm", 0), ("layernorm", 1)])
+def test_keys_of_a_model_that_torchtitan_does_not_have_are_listed(norm: str, unread: int) -> None:
+    text = f"""
+[model]
+norm_type = "{norm}"
+backbone = "dinov3_vitl16"
+num_classes = 9
+rope_kind = "own"
+[training]
+batch_size = 2
+data_parallel_shard_degree = -1
+"""
+    launch = read(text, LaunchContext(num_devices=8, model=load_model("llama3-8b")))
+    listed = {item.option for item in launch.unread if item.matters}
+    assert {"model.backbone", "model.num_classes", "model.rope_kind"} <= listed
+    assert len([item for item in launch.unread if item.option == "model.norm_type"]) == unread
+
+
 def test_a_toml_of_deepseek_is_its_plan() -> None:
     path = "torchtitan/models/deepseek_v3/train_configs/deepseek_v3_16b.toml"
     launch = public("TORCHTITAN_02_DIR", path, num_devices=64)

@@ -14,7 +14,8 @@ from autoplan.readers.model import left_out
 MAX_TRIED = 16  # conditions that are tried both ways
 # Words of an option or its value that tell of an encoder before a text model; in paths and names, too.
 _OF_IMAGES = re.compile(
-    r"(?<![a-z])(vision|vlm|vit|vl|llava|multimodal|imagetextto\w*|image_(token|folder|max_pixels)\w*|audio|mm_\w+)(?![a-z])",
+    r"(?<![a-z])(vision|vlm|vit|vl|llava|multimodal|imagetextto\w*|image_(token|folder|max_pixels)\w*|audio|mm_\w+"
+    r"|dino(v\d\w*)?|(img|image|patch|crop)_size)(?![a-z])",
     re.IGNORECASE,
 )
 _OF_PLACES = re.compile(

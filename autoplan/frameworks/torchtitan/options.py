@@ -36,6 +36,12 @@ POLICIES = {"full": "FullAC", "selective": "SelectiveAC"}
 # Keys of activation_checkpoint that are read, or cost nothing (0.2.2, config/job_config.py).
 POLICY_KEYS = ("mode", "selective_ac_option", "preserve_rng_state", "determinism_check", "debug", "early_stop")
 
+# Keys of the model that are read, or cost nothing; forks have others, which may make it another one.
+MODEL_KEYS = (
+    *("name", "flavor", "converters", "hf_assets_path", "tokenizer_path", "tokenizer"),
+    "print_after_conversion",
+)
+
 # -- batch and sequence -----------------------------------------------------------------------------------------------
 
 

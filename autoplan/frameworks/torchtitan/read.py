@@ -34,6 +34,7 @@ from autoplan.frameworks.torchtitan.families import model_of, num_mtp_layers_of
 from autoplan.frameworks.torchtitan.options import (
     ASIDE,
     CONVERTERS,
+    MODEL_KEYS,
     OFFLOAD,
     OLD_CONVERTERS,
     POLICIES,
@@ -371,7 +372,11 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
     if model is None:
         raise InputError("the model cannot be read from the file: pass --model")
     options = Options.of_table(content.options)
-    options.pass_over(*ASIDE, "model", "quantize")
+    options.pass_over(*ASIDE, "quantize")
+    of_model = options.inside("model")
+    of_model.pass_over(*MODEL_KEYS)
+    if of_model.is_other("norm_type", "rmsnorm"):
+        of_model.remark("norm_type", "the norms of the model are priced as torchtitan's own")
     options.inside("activation_checkpoint").pass_over(*POLICY_KEYS)
     options.inside("experimental").pass_over("custom_import")
     if options.inside("experimental").has("custom_args_module"):
