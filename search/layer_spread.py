@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, distinct_rows
-from autoplan.cost.pipeline.order import V_SHAPED
+from autoplan.cost.pipeline.layout import V_SCHEDULES
 from autoplan.search.space import Inside
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec
 
 ONE_FORWARD_ONE_BACKWARD = tuple(Schedule(name).code for name in ("1f1b", "interleaved"))
-FOLDED = tuple(Schedule(name).code for name in V_SHAPED)
 PARTS = 8  # parts into which a kind's plans are divided by recomputation
 
 
@@ -76,7 +75,7 @@ FIGURES: tuple[str, ...] = Spread.__slots__[: Spread.__slots__.index("rank")]
 @lru_cache(maxsize=4096)
 def spread_of(model: ModelSpec, inside: Inside) -> Spread:
     """Return the figures of all plans in some kinds."""
-    is_folded = np.isin(inside.schedule, FOLDED)
+    is_folded = np.isin(inside.schedule, V_SCHEDULES)
     table = np.empty((len(FIGURES), len(inside), len(model.layer_kinds)))
     rank = np.empty(len(inside), dtype=np.int64)
     first, layout_of = distinct_rows(inside.layout, is_folded)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from functools import lru_cache
 
 from autoplan.search.limits import Limits, divisors
+from autoplan.spec.axes import V_SHAPED
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import even_chunks
 
-# Schedules with one chunk per rank, with two chunks in a V, and with any number.
-_ONE_CHUNK, _TWO_CHUNKS, _MANY_CHUNKS = ("1f1b", "gpipe", "zb-h1"), ("zb-v", "dualpipe-v"), ("interleaved",)
+# Schedules with one chunk per rank, and with any number; those with two in a V are `V_SHAPED`.
+_ONE_CHUNK, _MANY_CHUNKS = (Schedule.ONE_F_ONE_B, Schedule.GPIPE, Schedule.ZB_H1), (Schedule.INTERLEAVED,)
 
 
 @lru_cache(maxsize=4096)
@@ -56,7 +57,7 @@ def layouts(
 def searched_layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Return (chunks per rank, schedule, layers of every chunk) of the layouts on this many stages."""
     return tuple(
-        (vp, Schedule(schedule).code, layout)
+        (vp, schedule.code, layout)
         for vp in ((1,) if limits.split else chunk_counts(model.num_layers, pp, is_uneven=limits.fewer_at_ends > 1))
         if limits.admits("vp", vp)
         for layout in (
@@ -64,16 +65,16 @@ def searched_layouts(limits: Limits, model: ModelSpec, pp: int) -> tuple[tuple[i
             if limits.split
             else layouts(model.num_layers, pp, vp, model.num_mtp_layers, limits.fewer_at_ends)
         )
-        for schedule in _schedules(limits, pp, vp)
+        for schedule in schedules_of(limits, pp, vp)
     )
 
 
-def _schedules(limits: Limits, pp: int, vp: int) -> tuple[str, ...]:
+def schedules_of(limits: Limits, pp: int, vp: int) -> tuple[Schedule, ...]:
     """Return the schedules for this many stages and chunks; a single stage has no pipeline and uses 1F1B."""
     if pp == 1:
-        exist: tuple[str, ...] = ("1f1b",)
+        exist: tuple[Schedule, ...] = _ONE_CHUNK[:1]
     elif vp == 1:
         exist = _ONE_CHUNK
     else:
-        exist = _MANY_CHUNKS + (_TWO_CHUNKS if vp == 2 else ())
+        exist = _MANY_CHUNKS + (V_SHAPED if vp == 2 else ())
     return tuple(name for name in exist if name in limits.of("schedule"))

@@ -16,6 +16,7 @@ from autoplan.spec.axis import Axis, Value
 from autoplan.spec.enums import AttentionKernel, CudaGraphs, Dispatcher, Precision, RecomputeModule
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 # Minimum tokens per rank with context parallelism: with fewer tokens GEMMs shrink and attention no longer hides the
@@ -78,6 +79,14 @@ class Limits:
     def fixes(self, *axes: str) -> bool:
         """Return whether one of `axes` has only one value."""
         return any(name in axes for name, _ in self.fixed)
+
+    def without_overlap(self, plans: PlanBatch) -> PlanBatch:
+        """Return the plans without overlaps that their schedules exclude."""
+        if self.split_schedules_overlap:
+            return plans
+        overlaps = ~plans.splits_backward
+        reduces, gathers = plans.grad_reduce_overlap & overlaps, plans.param_gather_overlap & overlaps
+        return replace(plans, grad_reduce_overlap=reduces, param_gather_overlap=gathers)
 
     @property
     def repeat_numbers(self) -> tuple[int, ...]:

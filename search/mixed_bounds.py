@@ -23,11 +23,11 @@ from autoplan.frameworks.common.rules import legal, legal_on_own_devices
 from autoplan.search.balance import spread_layers
 from autoplan.search.bounds import KindCosts, kind_costs
 from autoplan.search.cells import Cell, expert_degrees
-from autoplan.search.layouts import chunk_counts
+from autoplan.search.layouts import chunk_counts, schedules_of
 from autoplan.search.limits import COUNTS, Limits, divisors
 from autoplan.search.mixed_pipeline_bounds import ROUNDING, PipelineBounds, Ways
 from autoplan.search.space import Space
-from autoplan.search.structures import Equal, Pipelines, Structure, pipelines
+from autoplan.search.structures import Equal, Pipelines, Structure, common_schedule, pipelines
 from autoplan.spec.axes import SEARCHED
 from autoplan.spec.axis import MAX_DEGREE
 from autoplan.spec.enums import NARROW_PRECISIONS, Schedule, Sharding
@@ -37,6 +37,7 @@ from autoplan.spec.problem import Problem
 
 HALF_BYTES = 2  # of gradients and weights that are exchanged, unless these are quantised
 QUANTIZED = ("quantized_gathers", "quantized_reductions")
+SCHEDULES = tuple(Schedule)  # by their codes
 FIRST_CHUNKS = 6  # limit on virtual stages of interleaved pipelines in the first round
 
 
@@ -56,19 +57,26 @@ class Candidate(NamedTuple):
     rows: tuple[int, ...]
 
     @property
-    def form_rows(self) -> tuple[tuple[tuple[int, ...], int, int, int], ...]:
-        """Numbers that identify `form`: for every group its parts, form, virtual stages and micro-batch."""
+    def form_rows(self) -> tuple[tuple[tuple[int, ...], int, int, int, int], ...]:
+        """Numbers that identify `form`: for every group its parts, form, virtual stages, schedule and micro-batch."""
         return tuple(
-            (ways.parts, int(ways.form[at]), int(ways.kinds.vp[at]), int(ways.kinds.micro_batch[at]))
+            (ways.parts, int(ways.form[at]), int(kinds.vp[at]), int(kinds.schedule[at]), int(kinds.micro_batch[at]))
             for ways, at in zip(self.groups, self.rows, strict=True)
+            for kinds in [ways.kinds]
         )
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule of all pipelines (`MixedPlan.schedule`)."""
+        rows = zip(self.groups, self.rows, strict=True)
+        return common_schedule(SCHEDULES[ways.kinds.schedule[at]] for ways, at in rows)
 
     @property
     def form(self) -> tuple[tuple[Pipelines, int], ...]:
         """Pipelines and micro-batch size of every group."""
         return tuple(
-            (replace(ways.forms[form], vp=vp), micro_batch)
-            for ways, (_, form, vp, micro_batch) in zip(self.groups, self.form_rows, strict=True)
+            (replace(ways.forms[form], vp=vp, schedule=SCHEDULES[schedule]), micro_batch)
+            for ways, (_, form, vp, schedule, micro_batch) in zip(self.groups, self.form_rows, strict=True)
         )
 
 
@@ -134,9 +142,9 @@ class MixedSpace:
             space = replace(first, workload=workload, limits=replace(limits, global_batches=(batch,)))
             cells = [cell for _, cell in pairs]
             kinds, of_group = space.kinds(cells, *(groups := space.groups(cells)))
-            for rows, vp in self._chunked(space, parts, kinds):
+            for rows, scheduled in self._scheduled(space, parts, kinds):
                 owners.append((groups[1][of_group] + len(forms))[rows])
-                batches.append(_with_chunks(kinds.take(rows), vp))
+                batches.append(scheduled)
             forms += [way for way, _ in pairs]
         if not owners:
             return None
@@ -175,23 +183,24 @@ class MixedSpace:
         etp = min((plan.etp for plan in plans if plan.etp < plan.tp), default=unbounded)
         forms, micro_batches = zip(*candidate.form, strict=True)
         if self.equal.replicas:
-            forms = tuple(replace(form, vp=forms[0].vp) for form in forms)
+            forms = tuple(replace(form, vp=forms[0].vp, schedule=forms[0].schedule) for form in forms)
         common = replace(plans[0], sp=self.spaces[0].limits.sequence_parallel, etp=etp)
         return Structure(kinds=forms, micro_batches=micro_batches, common=common)
 
-    def _chunked(self, space: Space, parts: Sequence[int], kinds: PlanBatch) -> Iterator[tuple[Ints, int]]:
-        """Yield the kinds that are legal with one virtual stage, and the legal numbers for those with several."""
-        for pp in np.unique(kinds.pp).tolist():
-            chunks = self.chunks(parts, pp)
-            several = [vp for vp in chunks if vp > 1]
-            usual = [vp for vp in several if vp <= FIRST_CHUNKS] or several[:1]
-            for vp in (*chunks[: chunks[:1] == (1,)], *usual[-1:]):
+    def _scheduled(self, space: Space, parts: Sequence[int], kinds: PlanBatch) -> Iterator[tuple[Ints, PlanBatch]]:
+        """Yield (indices of kinds, these with a schedule and virtual stages) for every schedule that is legal."""
+        for pp, schedule in itertools.product(np.unique(kinds.pp).tolist(), Schedule):
+            chunks = self.chunks(parts, pp, schedule)
+            usual = [vp for vp in chunks if vp <= FIRST_CHUNKS] or chunks[:1]
+            for vp in usual[-1:]:
                 rows = np.flatnonzero(kinds.pp == pp)
-                plans = _with_chunks(kinds.take(rows), vp)
-                rounds = -(-plans.num_microbatches // pp) * pp if vp > 1 else plans.num_microbatches
+                plans = _with_schedule(kinds.take(rows), schedule, vp, self.spaces[0].limits)
+                rounds = plans.num_microbatches
+                rounds = -(-rounds // pp) * pp if schedule == Schedule.INTERLEAVED else rounds
                 layouts = (self.first_layers(pp * vp),)
-                plans = replace(plans, global_batch=rounds * plans.micro_batch * plans.dp, layouts=layouts)
-                yield rows[legal(space.rules, space.workload, plans)], vp
+                tried = replace(plans, global_batch=rounds * plans.micro_batch * plans.dp, layouts=layouts)
+                lawful = np.flatnonzero(legal(space.rules, space.workload, tried))
+                yield rows[lawful], plans.take(lawful)
 
     def first_layers(self, chunks: int) -> tuple[int, ...]:
         """Return the layers of every chunk before they are shared out; a framework may have no others."""
@@ -216,16 +225,13 @@ class MixedSpace:
             lawful[at] &= all(self.spaces[part].limits.admits(axis, getattr(plan, axis)) for axis in COUNTS)
         return lawful
 
-    def chunks(self, parts: Sequence[int], pp: int) -> tuple[int, ...]:
-        """Return the possible numbers of virtual stages on this many stages, ascending."""
-        limits = self.limits_of(parts)
-        words, counts = limits.of("schedule"), chunk_counts(self.problem.model.num_layers, pp)
+    def chunks(self, parts: Sequence[int], pp: int, schedule: Schedule) -> tuple[int, ...]:
+        """Return the possible numbers of virtual stages of a schedule on this many stages, ascending."""
+        limits, num_layers = self.limits_of(parts), self.problem.model.num_layers
         return tuple(
             vp
-            for vp in counts
-            if pp * vp <= self.problem.model.num_layers
-            and limits.admits("vp", vp)
-            and (Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B) in words
+            for vp in chunk_counts(num_layers, pp)
+            if pp * vp <= num_layers and limits.admits("vp", vp) and schedule in schedules_of(limits, pp, vp)
         )
 
     def _bounded(self, ways: Ways) -> Ways:
@@ -240,10 +246,9 @@ class MixedSpace:
                 ways, -(-self.global_batch // (kinds.dp_shard * kinds.micro_batch)), costs, costs
             )
             # Interleaved pipelines run whole rounds of micro-batches.
-            is_divisible = (kinds.vp == 1) | (self.global_batch % (kinds.micro_batch * kinds.pp) == 0)
-            least_s = np.where(
-                is_divisible, (1.0 + straggler_share(ways.num_devices)) * (self._rest_s(ways, costs) + passes_s), np.inf
-            )
+            rounds = np.where(kinds.schedule == Schedule.INTERLEAVED.code, kinds.pp, 1)
+            least_s = (1.0 + straggler_share(ways.num_devices)) * (self._rest_s(ways, costs) + passes_s)
+            least_s = np.where(self.global_batch % (kinds.micro_batch * rounds) == 0, least_s, np.inf)
             ways = replace(ways, kinds=replace(kinds, vp=chunks), least_s=least_s)
         if len(ways.parts) < num_parts:
             rates = self.rates(ways, np.full(len(ways.form), self.problem.cluster.num_devices))
@@ -272,12 +277,11 @@ class MixedSpace:
         kinds, costs = ways.kinds, self._costs(ways, ways.kinds.dp_shard)
         m = -(-self.global_batch // (kinds.dp_shard * kinds.micro_batch))
         passes_s = within_s / (1.0 + straggler_share(ways.num_devices)) - self._rest_s(ways, costs)
-        for vp in self.chunks(ways.parts, int(kinds.pp[0])):
-            if (vp == 1) == (kinds.vp[0] == 1):
-                bounds = PipelineBounds.of(self, ways, costs, costs, (vp,))
-                (most,) = bounds.layers_within(m, passes_s).tolist()
-                of_vp = replace(structure, kinds=(replace(structure.kinds[0], vp=vp),))
-                yield from ((of_vp, layers) for layers in spread_layers(self.problem.model.num_layers, vp, most))
+        for vp in self.chunks(ways.parts, int(kinds.pp[0]), structure.kinds[0].schedule):
+            bounds = PipelineBounds.of(self, ways, costs, costs, (vp,))
+            (most,) = bounds.layers_within(m, passes_s).tolist()
+            of_vp = replace(structure, kinds=(replace(structure.kinds[0], vp=vp),))
+            yield from ((of_vp, layers) for layers in spread_layers(self.problem.model.num_layers, vp, most))
 
     def exchange_s(self, groups: Sequence[Ways]) -> float:
         """Lower bound on the exchange of gradients and updated weights between groups on parts that are far apart."""
@@ -309,11 +313,11 @@ class MixedSpace:
         """Return (lower bound on the passes of this many micro-batches, the virtual stages that attain it)."""
         time_s, chunks = np.full(len(ways.form), np.inf), ways.kinds.vp.copy()
         stages = np.array([len(form.places) for form in ways.forms])[ways.form]
-        for pp, is_plain in itertools.product(np.unique(stages).tolist(), (True, False)):
-            rows = np.flatnonzero((stages == pp) & ((ways.kinds.vp == 1) == is_plain))
+        for pp, code in itertools.product(np.unique(stages).tolist(), np.unique(ways.kinds.schedule).tolist()):
+            rows = np.flatnonzero((stages == pp) & (ways.kinds.schedule == code))
             if not len(rows):
                 continue
-            counts = [vp for vp in self.chunks(ways.parts, pp) if (vp == 1) == is_plain]
+            counts = self.chunks(ways.parts, pp, SCHEDULES[code])
             prices, state_prices = (
                 {part: cost.take(rows) for part, cost in table.items()} for table in (costs, states)
             )
@@ -333,6 +337,7 @@ class MixedSpace:
             etp = np.where(kinds.etp == kinds.tp, tp, kinds.etp)
             batch = replace(kinds, tp=tp, sp=divides & limits.sequence_parallel, etp=etp, dp_shard=replicas)
             batch = replace(batch, global_batch=kinds.global_batch // kinds.dp_shard * replicas)
+            batch = _with_schedule(batch, Schedule.ONE_F_ONE_B, 1, limits)  # bounds of layers hold for all schedules
             as_if, overall = problem.as_if(part, frozenset(ways.parts)), problem.calibrations[part].overall
             # Messages between neighbours on one part, for the fewest replicas.
             near = replace(batch, pp=np.minimum(batch.pp, 2), dp_shard=np.ones_like(batch.pp))
@@ -358,10 +363,10 @@ def _shorter(few: KindCosts, many: KindCosts) -> KindCosts:
     return replace(few, times=replace(few.times, layer_s=layer_s, forward_s=forward_share * layer_s))
 
 
-def _with_chunks(kinds: PlanBatch, vp: int) -> PlanBatch:
-    """Return kinds with this many chunks per stage."""
-    schedule = Schedule.INTERLEAVED if vp > 1 else Schedule.ONE_F_ONE_B
-    return replace(kinds, vp=np.full_like(kinds.vp, vp), schedule=np.full_like(kinds.schedule, schedule.code))
+def _with_schedule(kinds: PlanBatch, schedule: Schedule, vp: int, limits: Limits) -> PlanBatch:
+    """Return kinds with a schedule and this many chunks per stage."""
+    schedules = np.full_like(kinds.schedule, schedule.code)
+    return limits.without_overlap(replace(kinds, vp=np.full_like(kinds.vp, vp), schedule=schedules))
 
 
 def _transient_bytes(problem: Problem, batch: PlanBatch) -> Floats:

@@ -17,7 +17,8 @@ from autoplan.cost.step import straggler_share
 from autoplan.search.mixed_bounds import Candidate, MixedSpace
 from autoplan.search.mixed_pipeline_bounds import BISECTIONS, ROUNDING, Ways
 from autoplan.search.structures import groupings
-from autoplan.spec.axes import COLUMNS
+from autoplan.spec.axes import COLUMNS, USUAL_SCHEDULES
+from autoplan.spec.enums import Schedule
 
 ABOUT = 1.05  # times the smallest possible time of combined groups, at which their ways are compared
 MAX_JOINT, MIN_JOINT = 20_000, 3  # structures of combined groups, and ways of each with the same axes
@@ -69,7 +70,10 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
         kinds = ways.kinds
         # Experts are whole or split like other matrices, which is the same if these are whole.
         split = np.where(kinds.tp == 1, -1, kinds.etp > 1)
-        of_replicas = [kinds.pp, kinds.vp > 1] if space.equal.replicas else []
+        # All pipelines have one schedule, plain beside interleaved 1F1B if these need not be equal.
+        is_usual = np.isin(kinds.schedule, [schedule.code for schedule in USUAL_SCHEDULES])
+        schedules = kinds.schedule if space.equal.replicas else np.where(is_usual, -1, kinds.schedule)
+        of_replicas = [schedules, *([kinds.pp] if space.equal.replicas else [])]
         of_replicas += [kinds.micro_batch] if space.equal.batches else []
         of_replicas += [kinds.tp] if space.equal.tp else []
         axes = np.stack([*(getattr(kinds, name) for name in _SHARED), *of_replicas, split], axis=1)
@@ -154,5 +158,5 @@ def _done(ways: Ways, time_s: Floats | float, rows: Ints | slice, rate: Floats) 
 def _round(ways: Ways, rows: Ints | slice) -> Floats:
     """Sequences of one more micro-batch, or round of them, in all replicas of a group."""
     kinds = ways.kinds
-    rounds = np.where(kinds.vp[rows] > 1, kinds.pp[rows], 1)
+    rounds = np.where(kinds.schedule[rows] == Schedule.INTERLEAVED.code, kinds.pp[rows], 1)
     return np.asarray(kinds.dp_shard[rows] * kinds.micro_batch[rows] * rounds, dtype=np.float64)

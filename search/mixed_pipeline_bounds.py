@@ -15,13 +15,14 @@ from autoplan.base.arrays import Bools, Floats, Ints, Rows, distinct_rows
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.mixed.collectives import links_between
 from autoplan.cost.passes import Pass
-from autoplan.cost.pipeline.closed_forms import hop_sends_exposed_s, send_exposed_s
+from autoplan.cost.pipeline.closed_forms import gpipe_sends_s, hop_sends_exposed_s, send_exposed_s
 from autoplan.cost.pipeline.order import PipelineShape, live_chunks
 from autoplan.search.bounds import KindCosts
 from autoplan.search.structures import Pipelines
+from autoplan.spec.axes import USUAL_SCHEDULES, V_SHAPED
 from autoplan.spec.enums import Schedule
 from autoplan.spec.mixed_problem import MixedProblem
-from autoplan.spec.plan import ALL_LAYERS, PlanBatch, even_chunks
+from autoplan.spec.plan import ALL_LAYERS, SPLIT_SCHEDULES, PlanBatch, even_chunks
 
 if TYPE_CHECKING:
     from autoplan.search.mixed_bounds import MixedSpace
@@ -55,12 +56,14 @@ class PipelineBounds(Rows):
     prices: Ints  # index of each set of prices
     leanest_s: Floats  # both passes of the cheapest sort of layer
     forward_share: Floats  # upper bound on the forward pass's share of a layer
+    least_forward: Floats  # lower bound on it, on any stage
     most_layers: Ints  # per stage
     hop_s: Floats  # lower bound on a message from every stage to the next
     head_s: Floats  # on the last stage
     chunks: Ints  # of a stage
+    schedule: Schedule
     num_layers: int
-    overlaps: bool  # messages of interleaved pipelines
+    overlaps: bool  # messages of interleaved pipelines and of GPipe
 
     @classmethod
     def of(
@@ -72,8 +75,8 @@ class PipelineBounds(Rows):
         counts: Sequence[int],
     ) -> PipelineBounds:
         """Return the bounds of ways with one number of stages and the states of `states`, for each number of chunks."""
-        problem, places = space.problem, _Places.of(ways)
-        passes, shares, heads = {}, {}, {}
+        problem, places, schedule = space.problem, _Places.of(ways), tuple(Schedule)[ways.kinds.schedule[0]]
+        passes, shares, least, heads = {}, {}, {}, {}
         for part, cost in costs.items():
             overall = problem.calibrations[part].overall
             layer_s = (
@@ -81,26 +84,30 @@ class PipelineBounds(Rows):
             )
             passes[part] = overall * layer_s.min(axis=1)
             shares[part] = (cost.times.forward_s / layer_s).max(axis=1)
+            least[part] = (cost.times.forward_s / layer_s).min(axis=1)
             heads[part] = overall * cost.times.head_s
-        head_s = places.spread(heads)[:, -1]
-        across = _across_s(problem, places, costs, is_ring=counts[0] > 1)
+        head_s = places.spread(heads)[:, 0 if schedule in V_SHAPED else -1]
+        is_ring = schedule == Schedule.INTERLEAVED
+        across = _across_s(problem, places, costs, is_ring=is_ring)
         messages = [cost.times.message_s for cost in costs.values()]
-        prices = (*passes.values(), *shares.values(), *across.values(), *messages, head_s)
+        prices = (*passes.values(), *shares.values(), *least.values(), *across.values(), *messages, head_s)
         _, alike = distinct_rows(ways.form, *(np.unique(price, return_inverse=True)[1] for price in prices))
         pipelines = cls(
             prices=alike,
             leanest_s=places.spread(passes),
             forward_share=places.spread(shares),
+            least_forward=np.min([*least.values()], axis=0),
             most_layers=np.zeros_like(places.parts),
-            hop_s=places.hops(costs, across, is_ring=counts[0] > 1),
+            hop_s=places.hops(costs, across, is_ring=is_ring),
             head_s=head_s,
             chunks=np.ones_like(alike),
+            schedule=schedule,
             num_layers=problem.model.num_layers,
             overlaps=problem.framework.overlap.p2p_overlap,
         )
         return replace(
             pipelines.take(np.tile(np.arange(len(alike)), len(counts))),
-            most_layers=_most_layers(space, places, states, counts),
+            most_layers=_most_layers(space, places, states, schedule, counts),
             chunks=np.repeat(counts, len(alike)),
         )
 
@@ -137,19 +144,30 @@ class PipelineBounds(Rows):
         after it minus c times the shorter of the stage's two passes; on the first stage, if there are enough
         micro-batches for its warm-up, twice the work after it minus c times both passes.  The work of all stages for
         one micro-batch is smallest if the fast stages have as many layers as possible, which their paths limit again.
+
+        In GPipe only its own pass is covered.  Where the backward pass is split, a stage waits before its first
+        backward for the forward passes of all stages, except while it runs the forwards that come first in its order.
         """
-        sends_s, pp = self.sends_s(m), self.hop_s.shape[1]
-        warmup = np.arange(pp)[::-1]
-        covering = np.minimum(m[:, None] - 1, warmup)
-        chunks = self.chunks[:, None]
-        factor = np.maximum(m[:, None] - (1.0 + covering * np.minimum(self.forward_share, 0.5)) / chunks, MIN_FACTOR)
+        sends_s, pp, m = self.sends_s(m), self.hop_s.shape[1], m[:, None]
+        warmup, chunks = np.arange(pp)[::-1], self.chunks[:, None]
         order = np.argsort(self.leanest_s, axis=1, kind="stable")
-        head_s = np.where(warmup == 0, self.head_s[:, None], 0.0)
-        twice = m[:, None] - (2.0 + covering) / chunks
-        twice = np.where((warmup == pp - 1) & (covering == warmup) & (twice > 0), twice, 0.0)
-        head_s, leanest_s, most_layers, factor, twice = (
+        head_s = np.where(warmup == (pp - 1 if self.schedule in V_SHAPED else 0), self.head_s[:, None], 0.0)
+        once, twice, slack_s = 1.0 / chunks, np.zeros(self.hop_s.shape), 0.0 * head_s
+        if self.schedule.code in SPLIT_SCHEDULES:
+            first, second = _first_forwards(self.schedule, m, pp)
+            once, covered = self.least_forward[:, None], (first + second) / 2 * self.forward_share
+            # The first chunk may have a layer more; the forward pass of the head is less than both of its passes.
+            slack_s = (first - second) / 2 * self.forward_share * self.leanest_s + head_s
+        else:
+            covering = np.minimum(m - 1, warmup) * (self.schedule != Schedule.GPIPE)
+            covered = (1.0 + covering * np.minimum(self.forward_share, 0.5)) / chunks
+            twice = m - (2.0 + covering) / chunks
+            twice = np.where((warmup == pp - 1) & (covering == warmup) & (twice > 0), twice, 0.0)
+        factor = np.maximum(m - covered, MIN_FACTOR)
+        ends_s = 0.0 if self.schedule.code in SPLIT_SCHEDULES else self.head_s[:, None]
+        head_s, leanest_s, most_layers, factor, twice, slack_s = (
             np.take_along_axis(values, order, axis=1)
-            for values in (head_s, self.leanest_s, self.most_layers, factor, twice)
+            for values in (head_s, self.leanest_s, self.most_layers, factor, twice, slack_s)
         )
 
         def fitting(free_s: Floats) -> Floats:
@@ -157,11 +175,11 @@ class PipelineBounds(Rows):
 
         def layers_within(time_s: Floats) -> Floats:
             work_s = (time_s - sends_s)[:, None]
-            layers = fitting(work_s / m[:, None])
+            layers = fitting(work_s / m)
             for _ in range(PATH_ROUNDS):
                 fastest = np.diff(np.minimum(np.cumsum(layers, axis=1), self.num_layers), axis=1, prepend=0.0)
-                once_s = ((fastest * leanest_s).sum(axis=1, keepdims=True) + self.head_s[:, None]) / chunks
-                free_s = (work_s - once_s) / factor
+                once_s = once * ((fastest * leanest_s).sum(axis=1, keepdims=True) + ends_s)
+                free_s = (work_s - once_s + slack_s) / factor
                 of_first_s = np.divide(work_s - 2 * once_s, twice, out=np.full_like(free_s, np.inf), where=twice > 0)
                 layers = np.minimum(layers, fitting(np.minimum(free_s, of_first_s)))
             return layers
@@ -169,11 +187,23 @@ class PipelineBounds(Rows):
         return layers_within, order
 
     def sends_s(self, m: Ints) -> Floats:
-        """Lower bound on the time added by messages."""
+        """Lower bound on the time added by messages; 0 where the order of the passes decides."""
+        if self.schedule == Schedule.GPIPE:
+            return gpipe_sends_s(self.hop_s[:, :-1], m, overlaps=self.overlaps)
+        if self.schedule not in USUAL_SCHEDULES:
+            return np.zeros(len(m))
         slowest_s = self.hop_s.max(axis=1)
         passes, pp = Pass(slowest_s, slowest_s), np.full_like(m, self.hop_s.shape[1])
         several = send_exposed_s(slowest_s, pp, m, self.chunks, passes, overlaps=self.overlaps)
         return np.where(self.chunks > 1, several, hop_sends_exposed_s(self.hop_s[:, :-1], m))
+
+
+def _first_forwards(schedule: Schedule, m: Ints, pp: int) -> tuple[Ints, Ints]:
+    """Forward passes that each stage runs before its first backward, through its first chunk and its last (`order`)."""
+    warmup = np.arange(pp)[::-1]
+    if schedule in V_SHAPED:
+        return np.minimum(m, pp + warmup), np.minimum(m, pp - warmup)
+    return (np.minimum(m, 1 + warmup),) * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,12 +265,15 @@ def _across_s(
     return result
 
 
-def _most_layers(space: MixedSpace, places: _Places, costs: dict[int, KindCosts], counts: Sequence[int]) -> Ints:
+def _most_layers(
+    space: MixedSpace, places: _Places, costs: dict[int, KindCosts], schedule: Schedule, counts: Sequence[int]
+) -> Ints:
     """Largest number of layers per stage, for each count of chunks: shape (counts x ways, stages)."""
     problem, split = space.problem, space.spaces[0].limits.split
     num_layers, (ways, pp) = problem.model.num_layers, places.parts.shape
     microbatches = next(iter(costs.values())).batch.num_microbatches
-    live = np.minimum(microbatches[:, None], np.arange(pp, 0, -1))
+    of_rank = np.full(pp, 1) if schedule in V_SHAPED else np.arange(pp, 0, -1)
+    live = microbatches[:, None] if schedule == Schedule.GPIPE else np.minimum(microbatches[:, None], of_rank)
     fixed, states, passes = {}, {}, {}
     for part, cost in costs.items():
         safe, memory = problem.alone(part).capacity_bytes, cost.memory
@@ -260,7 +293,7 @@ def _most_layers(space: MixedSpace, places: _Places, costs: dict[int, KindCosts]
     numbers, of_number = np.unique(microbatches, return_inverse=True)
     result = []
     for chunks in counts:
-        alive = np.stack([_alive_layers(num_layers, pp, chunks, m) for m in numbers.tolist()])
+        alive = np.stack([_alive_layers(num_layers, PipelineShape(schedule, pp, chunks, m)) for m in numbers.tolist()])
         low, high = np.zeros((ways, pp), dtype=np.int64), np.full((ways, pp), num_layers)
         for _ in range(num_layers.bit_length()):  # the memory need grows with the layers
             middle = (low + high + 1) // 2
@@ -272,13 +305,13 @@ def _most_layers(space: MixedSpace, places: _Places, costs: dict[int, KindCosts]
 
 
 @lru_cache(maxsize=1024)
-def _alive_layers(num_layers: int, pp: int, chunks: int, num_microbatches: int) -> Floats:
+def _alive_layers(num_layers: int, shape: PipelineShape) -> Floats:
     """Layers times live micro-batches, for stages with 0, 1, ... layers: shape (stages, numbers).
 
     Layers are spread evenly over the chunks of a stage (`MixedStage.with_layers`).
     """
-    if chunks == 1 or num_microbatches % pp:
-        return np.minimum(num_microbatches, np.arange(pp, 0, -1))[:, None] * np.arange(num_layers + 1.0)
-    live = live_chunks(PipelineShape(Schedule.INTERLEAVED, pp, chunks, num_microbatches))
-    sizes = np.array([even_chunks(number, chunks) for number in range(num_layers + 1)], dtype=np.float64)
+    if shape.schedule == Schedule.INTERLEAVED and shape.num_microbatches % shape.stages:
+        shape = shape._replace(schedule=Schedule.ONE_F_ONE_B, chunks=1)
+    live = live_chunks(shape)
+    sizes = np.array([even_chunks(number, shape.chunks) for number in range(num_layers + 1)], dtype=np.float64)
     return np.asarray((live @ sizes.T).max(axis=1))

@@ -18,7 +18,7 @@ from autoplan.frameworks.registry import book_of
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
 from autoplan.search.structures import NOTHING_EQUAL, Equal, StageKind, Structure
 from autoplan.spec.axes import SEARCHED
-from autoplan.spec.enums import Sharding
+from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
@@ -192,7 +192,7 @@ class Refiner:
         common = structure.common
         if sum(kind.count for kind in kinds) * common.cp == 1:
             common = replace(common, sharding=Sharding.NONE)
-        plan = MixedPlan(kinds=tuple(kinds), common=common)
+        plan = MixedPlan(kinds=tuple(kinds), common=common, schedule=structure.schedule)
         try:
             check_mixed(self.problem, plan)
         except AutoplanError:
@@ -324,7 +324,7 @@ def num_parts_of(plan: MixedPlan) -> tuple[int, int]:
     """Return what a colleague has to understand of a plan: kinds of replicas, and options with contexts and degrees."""
     options = sum(getattr(plan.common, axis.name) != axis.default for axis in SEARCHED)
     stages = [stage for kind in plan.kinds for stage in kind.stages]
-    is_deep = any(kind.vp > 1 for kind in plan.kinds)
+    is_deep = any(kind.vp > 1 for kind in plan.kinds) or plan.schedule != Schedule.ONE_F_ONE_B
     return len(plan.kinds), options + (plan.common.cp > 1) + is_deep + len({stage.tp for stage in stages}) - 1
 
 

@@ -16,7 +16,7 @@ from operator import attrgetter
 
 import numpy as np
 
-from autoplan.base.errors import AutoplanError, InputError
+from autoplan.base.errors import AutoplanError
 from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.spreads import NORMAL_90
@@ -35,6 +35,7 @@ from autoplan.search.space import Space
 from autoplan.search.structures import MAX_STAGES, MIN_USED, NOTHING_EQUAL, Equal, Structure
 from autoplan.search.study import search
 from autoplan.spec.axes import USUAL_SCHEDULES
+from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import OOM_Z, RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedResult
@@ -118,7 +119,7 @@ def _search_all(
 ) -> MixedResult:
     """Return the result of a search in which every part in use has all of its devices in use."""
     alone = [problem.alone(part) for part in range(len(problem.cluster.parts))]
-    spaces = tuple(_priced(space_of(own)) for own in alone)
+    spaces = tuple(map(space_of, alone))
     results_alone = [
         search(own, plans, margin=margin) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)
     ]
@@ -236,24 +237,20 @@ def _fastest_s(space: MixedSpace, costs: Iterable[MixedCost]) -> float:
     return min((cost.step_s for cost in costs if cost.oom_z <= space.most_z), default=np.inf)
 
 
-def _priced(space: Space) -> Space:
-    """Return the plans whose schedules can be priced with different stages."""
-    schedules = [word for word in space.limits.of("schedule") if word in USUAL_SCHEDULES]
-    if not schedules:
-        raise InputError(f"a mixed cluster has the schedules {' and '.join(USUAL_SCHEDULES)} only: leave others out")
-    return replace(space, limits=space.limits.where(schedule=schedules))
-
-
 def _refined(
     space: MixedSpace, refiner: Refiner, candidates: dict[tuple[frozenset[int], bool], list[Candidate]], best_s: float
 ) -> list[RefinedStructure]:
     """Refine the forms with the smallest bounds, and the best ones with other axes and virtual stages.
 
-    Every set of parts has its own quota, so an additional part removes none; the set with the smallest bound comes
-    first.  Forms that cannot beat `best_s` or later results are skipped.
+    Every set of parts and every schedule has its own quota, so an additional one removes none; the set with the
+    smallest bound comes first.  Forms that cannot beat `best_s` or later results are skipped.
     """
     refined: list[RefinedStructure] = []
-    for of_parts in sorted(candidates.values(), key=lambda of_parts: of_parts[0].least_s):
+    quotas: dict[object, list[Candidate]] = defaultdict(list)
+    for parts, ways in candidates.items():
+        for way in ways:
+            quotas[parts, way.schedule].append(way)
+    for of_parts in sorted(quotas.values(), key=lambda of_parts: of_parts[0].least_s):
         forms: dict[object, list[Candidate]] = defaultdict(list)
         form_of: dict[object, object] = {}
         for candidate in of_parts:
@@ -278,7 +275,8 @@ def _refined(
 
 
 def _form(structure: Structure) -> object:
-    return tuple(replace(kind, vp=1) for kind in structure.kinds), structure.micro_batches
+    kinds = (replace(kind, vp=1, schedule=Schedule.ONE_F_ONE_B) for kind in structure.kinds)
+    return tuple(kinds), structure.micro_batches
 
 
 def _other_micro_batches(
@@ -300,11 +298,12 @@ def _other_axes(space: MixedSpace, forms: dict[object, list[Candidate]], structu
 def _other_chunks(space: MixedSpace, forms: dict[object, list[Candidate]], structure: Structure) -> Iterator[Structure]:
     """Yield the structure with other numbers of virtual stages in one of its kinds, or all where these are equal."""
     for at, kind in enumerate(structure.kinds):
-        for vp in space.chunks(sorted({part for part, _ in kind.places}), len(kind.places)):
-            if vp == kind.vp:
-                continue
-            if space.equal.replicas:
-                yield replace(structure, kinds=tuple(replace(other, vp=vp) for other in structure.kinds))
-            else:
-                kinds = (*structure.kinds[:at], replace(kind, vp=vp), *structure.kinds[at + 1 :])
-                yield replace(structure, kinds=kinds)
+        parts, usual = sorted({part for part, _ in kind.places}), kind.schedule in USUAL_SCHEDULES
+        for schedule in USUAL_SCHEDULES if usual else (kind.schedule,):
+            for vp in space.chunks(parts, len(kind.places), schedule):
+                if space.equal.replicas:
+                    kinds = tuple(replace(other, vp=vp, schedule=schedule) for other in structure.kinds)
+                    yield replace(structure, kinds=kinds)
+                elif vp != kind.vp:
+                    other = replace(kind, vp=vp, schedule=schedule)
+                    yield replace(structure, kinds=(*structure.kinds[:at], other, *structure.kinds[at + 1 :]))

@@ -178,12 +178,7 @@ class Space:
     def plans_of(self, kinds: PlanBatch, inside: Inside, kind: Ints, plan: Ints) -> PlanBatch:
         """Return the plans at the indices `plan` inside the kinds at the indices `kind`, without checking rules."""
         columns = {name: getattr(inside, name)[plan] for name in _INSIDE}
-        plans = replace(replace(kinds, layouts=inside.layouts).take(kind), **columns)
-        if self.limits.split_schedules_overlap:
-            return plans
-        overlaps = ~plans.splits_backward
-        reduces, gathers = plans.grad_reduce_overlap & overlaps, plans.param_gather_overlap & overlaps
-        return replace(plans, grad_reduce_overlap=reduces, param_gather_overlap=gathers)
+        return self.limits.without_overlap(replace(replace(kinds, layouts=inside.layouts).take(kind), **columns))
 
     def alike(self, kinds: PlanBatch) -> Iterator[tuple[Inside, Ints]]:
         """Yield (contents, indices of the kinds with these contents) for all kinds."""

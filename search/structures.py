@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autoplan.search.limits import divisors
+from autoplan.spec.axes import USUAL_SCHEDULES
+from autoplan.spec.enums import Schedule
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.plan import ParallelPlan
 
@@ -35,11 +37,12 @@ class Pipelines:
     count: int
     places: tuple[StageKind, ...]
     vp: int = 1
+    schedule: Schedule = Schedule.ONE_F_ONE_B
 
     @property
     def round(self) -> int:
         """Number of micro-batches per round: interleaved pipelines need a multiple of their stages."""
-        return len(self.places) if self.vp > 1 else 1
+        return len(self.places) if self.schedule == Schedule.INTERLEAVED else 1
 
     @property
     def has_one_tp(self) -> bool:
@@ -54,6 +57,16 @@ class Structure:
     kinds: tuple[Pipelines, ...]
     micro_batches: tuple[int, ...]  # of every kind
     common: ParallelPlan
+
+    @property
+    def schedule(self) -> Schedule:
+        """Schedule of all pipelines (`MixedPlan.schedule`)."""
+        return common_schedule(kind.schedule for kind in self.kinds)
+
+
+def common_schedule(schedules: Iterable[Schedule]) -> Schedule:
+    """Return the schedule of pipelines, some of which may be plain and others interleaved 1F1B."""
+    return next((schedule for schedule in schedules if schedule not in USUAL_SCHEDULES), Schedule.ONE_F_ONE_B)
 
 
 def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, ...]]:

@@ -315,7 +315,7 @@ def test_a_plan_that_cannot_be_is_refused(kinds: tuple[ReplicaKind, ...], fields
         check_mixed(problem_of(H4, A4), plan_of(kinds=kinds, **fields))  # type: ignore[arg-type]
 
 
-def test_shares_that_do_not_add_up_and_other_schedules_are_refused() -> None:
+def test_shares_that_do_not_add_up_are_refused() -> None:
     half = replace(replicas(1, 4, (0, 8, 12)), state_share=0.5)
     with pytest.raises(InputError, match=r"must add up to 1, got 0\.5"):
         plan_of(kinds=(half,))
@@ -323,8 +323,23 @@ def test_shares_that_do_not_add_up_and_other_schedules_are_refused() -> None:
         plan_of(kinds=(replace(half, count=2),), sharding="none")
     with pytest.raises(InputError, match="of every kind, or of none"):
         plan_of(kinds=(half, replicas(1, 4, (1, 8, 12))))
-    with pytest.raises(UnpricedError, match="'zb-h1' is not priced with different stages"):
-        plan_of(kinds=(replicas(1, 4, (0, 8, 12)),), schedule="zb-h1")
+
+
+def test_schedules_need_their_virtual_stages_and_micro_batches() -> None:
+    across = plan_of(kinds=(replicas(1, 3, (0, 8, 6), (1, 8, 6)),))
+    for schedule, says in (("zb-v", "needs vp 2, vp is 1"), ("dualpipe-v", "needs vp 2"), ("1f", "must be one of")):
+        with pytest.raises(InputError, match=says):
+            check_mixed(problem_of(H4, A4), replace(across, schedule=schedule))
+    halves = tuple(replace(stage, chunks=(3, 3)) for stage in across.kinds[0].stages)
+    folded = replace(across, kinds=(replace(across.kinds[0], stages=halves),))
+    check_mixed(problem_of(H4, A4), replace(folded, schedule="zb-v"))
+    with pytest.raises(InputError, match="needs 2 pp = 4 micro-batches, there are 3"):
+        check_mixed(problem_of(H4, A4), replace(folded, schedule="dualpipe-v"))
+    with pytest.raises(UnpricedError, match="'gpipe' with vp > 1"):
+        check_mixed(problem_of(H4, A4), replace(folded, schedule="gpipe"))
+    (kind,) = folded.kinds
+    assert replace(folded, schedule="zb-v").part_of_layers(kind) == (0,) * 3 + (1,) * 6 + (0,) * 3
+    assert folded.part_of_layers(kind) == ((0,) * 3 + (1,) * 3) * 2
 
 
 def test_parts_with_sites_are_refused() -> None:

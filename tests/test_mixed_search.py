@@ -28,8 +28,7 @@ from autoplan.search.mixed_search import best_of
 from autoplan.search.mixed_search import search_mixed as search_space
 from autoplan.search.structures import Equal, Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search as plain_search
-from autoplan.spec.axes import USUAL_SCHEDULES
-from autoplan.spec.enums import Offload
+from autoplan.spec.enums import Offload, Schedule
 from autoplan.spec.estimate import OOM_Z, RISKY_Z
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedResult
@@ -412,6 +411,32 @@ def space_of_all(model: str, cluster: str, global_batch: int, options: dict[str,
     return MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=Equal(), most_z=RISKY_Z)
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v", "dualpipe-v"])
+def test_every_schedule_is_searched_within_its_bounds(schedule: str) -> None:
+    space = space_of_all("llama2-7b", "h100-sxm:1x8+mi300x:1x8", 64, {"framework": "torchtitan", "seq_len": 1024})
+    candidates = [way for way in itertools.chain(*candidates_of(space).values()) if way.schedule == schedule]
+    assert check_bounds(space, random.Random(1).sample(candidates, 12), random.Random(1)) >= 40
+
+
+def test_a_schedule_that_splits_the_backward_pass_wins_over_unlike_nodes() -> None:
+    cluster, words = "h200-sxm:1x8+h100-sxm:1x8", {"global_batch": 16, "seq_len": 4096, "prefer": "fastest"}
+    found, usual = (
+        autoplan.search_mixed(
+            "llama2-7b",
+            cluster=cluster,
+            to="torchtitan",
+            fix=["pp=4", "cp=1"],
+            at_most=["vp=2"],
+            forbid=forbid,
+            **words,
+        ).best
+        for forbid in ([], ["schedule=zb-h1", "schedule=zb-v", "schedule=dualpipe-v"])
+    )
+    assert found.plan.schedule == "zb-v"
+    assert found.plan.parts == {0, 1}
+    assert found.step_s < usual.step_s
+
+
 def test_degrees_of_samples_are_for_one_part_alone() -> None:
     options = {"seq_len": 32768, "lengths": "1k:56,32k:1", "batching": "unpadded"}
     space = space_of_all("llama3-8b", "h100-sxm:1x8+a100-sxm:1x8", 64, options)
@@ -455,7 +480,7 @@ def test_no_faster_plan_has_other_layers_than_the_bounds_leave_open() -> None:
     ]
     for candidate in random.Random(1).sample(alone, 6):
         structure, ((ways, _),) = space.structure(candidate), candidate.form
-        chunks = [vp for vp in space.chunks((0, 1), len(ways.places)) if (vp == 1) == (ways.vp == 1)]
+        chunks = space.chunks((0, 1), len(ways.places), ways.schedule)
         every = [
             (replace(structure, kinds=(replace(structure.kinds[0], vp=vp),)), layers)
             for vp in chunks
@@ -499,7 +524,10 @@ def test_bounds_hold_where_replicas_share_parameters_in_host_memory() -> None:
 
 def random_plan(refiner: Refiner, structure: Structure, choices: random.Random) -> MixedPlan | None:
     """A plan of the structure with the batch shared out at random, and layers moved from stage to stage."""
-    kinds = [replace(kind, vp=choices.choice([1, 2, 4]) if kind.vp > 1 else 1) for kind in structure.kinds]
+    kinds = [
+        replace(kind, vp=choices.choice([2, 4])) if kind.schedule == Schedule.INTERLEAVED else kind
+        for kind in structure.kinds
+    ]
     layers = []
     for kind in kinds:
         cut = list(even_chunks(refiner.problem.model.num_layers, len(kind.places)))
@@ -547,9 +575,7 @@ def test_flags_narrow_the_plans_of_all_parts(experts: tuple[MixedProblem, MixedR
 )
 def test_a_cluster_of_one_part_has_the_plan_of_the_plain_search(model: str, cluster: str, framework: str) -> None:
     problem = make_problem(model, cluster=cluster, framework=framework, seq_len=4096)
-    space = make_space(problem, 64)
-    usual = [word for word in space.limits.of("schedule") if word in USUAL_SCHEDULES]
-    plain = plain_search(problem, replace(space, limits=space.limits.where(schedule=usual)))
+    plain = plain_search(problem, make_space(problem, 64))
     found = search_mixed(as_mixed(problem), 64)
     best = found.ranked[0]
     assert best.step_s == pytest.approx(plain.ranked[0].step_s, rel=1e-9)

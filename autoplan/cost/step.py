@@ -21,7 +21,7 @@ from autoplan.cost.collectives.pipeline_messages import tied_table
 from autoplan.cost.memory.parameters import layer_parameters, updated_parameters
 from autoplan.cost.passes import Pass, SplitPass
 from autoplan.cost.pipeline.closed_forms import Makespan, gpipe_s, pipeline_s
-from autoplan.cost.pipeline.order import PipelineShape
+from autoplan.cost.pipeline.order import PipelineShape, rank_of_chunks
 from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.stages import Stages, chunk_times, work_terms
 from autoplan.cost.uneven_images import Encoding, images_waiting_s
@@ -136,14 +136,16 @@ class LaidOutPipelines:
         return largest
 
 
-def over_stages(layouts: Sequence[PartLayout], values: Sequence[Floats], num_pipelines: int) -> Floats:
-    """Return values per stage, or per chunk in model order, each taken from the layout of the stage's part."""
+def over_stages(
+    layouts: Sequence[PartLayout], values: Sequence[Floats], num_pipelines: int, stage_of: Ints | None = None
+) -> Floats:
+    """Return values per stage, or per chunk with `stage_of`, each taken from the layout of the stage's part."""
     if layouts[0].on_part is None:
         return values[0]
     joined = np.zeros((num_pipelines, values[0].shape[1]))
     for layout, value in zip(layouts, values, strict=True):
         assert layout.on_part is not None
-        rows, columns = np.nonzero(np.tile(layout.on_part, value.shape[1] // layout.on_part.shape[1]))
+        rows, columns = np.nonzero(layout.on_part if stage_of is None else layout.on_part[:, stage_of])
         joined[layout.pipeline[rows], columns] = value[rows, columns]
     return joined
 
@@ -176,11 +178,13 @@ def _run_in_order(pipelines: LaidOutPipelines) -> Iterator[tuple[Ints, PipelineT
         rows = plans[inverse.reshape(-1) == at]
         chunks = len(batch.layouts[layout]) // stages
         shape = PipelineShape(tuple(Schedule)[schedule], stages, chunks, microbatches)
-        passes = _chunk_passes(pipelines, rows, batch.layouts[layout], num_repeated)
+        passes = _chunk_passes(pipelines, rows, batch.layouts[layout], num_repeated, rank_of_chunks(*shape[:3]))
         yield rows, pipeline_times(shape, passes, pipelines.hop_s[rows].max(axis=1))
 
 
-def _chunk_passes(pipelines: LaidOutPipelines, rows: Ints, layers: tuple[int, ...], num_repeated: int) -> SplitPass:
+def _chunk_passes(
+    pipelines: LaidOutPipelines, rows: Ints, layers: tuple[int, ...], num_repeated: int, stage_of: Ints
+) -> SplitPass:
     """Times of one micro-batch through every chunk of the pipelines at `rows`: shape (pipelines, chunks)."""
     layouts, passes = [], []
     for layout in pipelines.layouts:
@@ -188,7 +192,7 @@ def _chunk_passes(pipelines: LaidOutPipelines, rows: Ints, layers: tuple[int, ..
         on_part = None if layout.on_part is None else layout.on_part[plan_rows]
         layouts.append(replace(layout, pipeline=np.searchsorted(rows, layout.pipeline[plan_rows]), on_part=on_part))
         passes.append(chunk_times(layout.problem, layout.laid, plan_rows, layers, num_repeated).scaled(layout.overall))
-    return SplitPass(*(over_stages(layouts, values, len(rows)) for values in zip(*passes, strict=True)))
+    return SplitPass(*(over_stages(layouts, values, len(rows), stage_of) for values in zip(*passes, strict=True)))
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, add_up
+from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE
@@ -30,6 +30,7 @@ from autoplan.cost.pipeline.recurrence import RankSteps, is_recurrent, rank_step
 from autoplan.cost.pipeline.waits import ROWS
 from autoplan.cost.stages import Stages, lay_out
 from autoplan.cost.step import LaidOutPipelines, collectives_s, step_terms
+from autoplan.spec.axes import V_SHAPED
 from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import StagePlace
 from autoplan.spec.plan import ParallelPlan
@@ -64,6 +65,12 @@ class Pipeline:
     def shape(self) -> PipelineShape:
         """Schedule, ranks, chunks per rank and micro-batches."""
         return PipelineShape(self.schedule, len(self.places), self.vp, self.places[0].num_microbatches)
+
+
+def _sender(schedule: Schedule, stage_of: Ints) -> Ints:
+    """Return the stage whose hop lies behind each chunk but the last: a V goes back over the hops that it came."""
+    here, following = stage_of[:-1], stage_of[1:]
+    return np.minimum(here, following) if schedule in V_SHAPED else here
 
 
 def timeline(problem: Problem, plan: ParallelPlan) -> Timeline:
@@ -110,7 +117,7 @@ def pipeline_of(
         places=places,
         ranks=ranks,
         pass_terms_s=passes,
-        hop_s=np.tile(pipelines.hop_s[0], plan.vp)[:-1],
+        hop_s=pipelines.hop_s[0][_sender(plan.schedule, stage_of)],
         blocking=plan.pp > 1 and plan.schedule in ("1f1b", "interleaved") and has_room,
         pipeline_s=float(add_up(terms[name] for name in PIPELINE_TERMS)[0]),
         send_s=float(terms["pipeline_send"][0]),

@@ -13,10 +13,12 @@ from autoplan.report.answer import input_text, optimizer_text, training_lines
 from autoplan.report.ranking import flip_lines
 from autoplan.report.run_report import print_sets, run_lines
 from autoplan.report.terminal import MIN_SHOWN_S, Cell, print_lines, print_part, print_table, print_terms
+from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import PlacedStage
 from autoplan.spec.mixed_problem import MixedPlan, ReplicaKind
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedRun, MixedToday
 from autoplan.spec.plan_file import MixedPlanFile
+from autoplan.spec.plan_words import SCHEDULE_WORDS
 
 SHOWN_PLANS = 8
 
@@ -43,7 +45,8 @@ def common_words(plan: MixedPlan) -> list[str]:
     """Describe the common axes of all replicas, as for a plain plan with the same number of replicas."""
     words = replace(plan.common, dp_shard=plan.num_replicas // plan.common.dp_replicate).describe().split(", ")
     degrees = [f"{axis} {getattr(plan.common, axis)}" for axis in ("cp", "ep") if getattr(plan.common, axis) > 1]
-    return degrees + words[2:]
+    schedule = [] if plan.schedule == Schedule.ONE_F_ONE_B else [SCHEDULE_WORDS[plan.schedule]]
+    return degrees + schedule + words[2:]
 
 
 def print_mixed_answer(console: Console, file: MixedPlanFile) -> None:

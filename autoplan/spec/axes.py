@@ -36,6 +36,7 @@ from autoplan.spec.enums import (
 
 DEFAULT_RECOMPUTE_MODULES: tuple[RecomputeModule, ...] = (RecomputeModule.CORE_ATTN,)
 USUAL_SCHEDULES: tuple[Schedule, ...] = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+V_SHAPED: tuple[Schedule, ...] = (Schedule.ZB_V, Schedule.DUALPIPE_V)  # two chunks a rank, back and forth
 
 _MEGATRON = ("megatron-lm", "primus")
 _TORCHTITAN = ("torchtitan", "automodel")

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain, pairwise
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, TypeVar
 
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
-from autoplan.spec.axes import USUAL_SCHEDULES
+from autoplan.spec.axes import USUAL_SCHEDULES, V_SHAPED
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import Schedule
+from autoplan.spec.enums import Schedule, enum_value
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.plan import ParallelPlan, chunk_layers, even_chunks
+from autoplan.spec.plan import ParallelPlan, check_priced, chunk_layers, even_chunks
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import NO_TIMINGS, TimingTable
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, WanSpec
 from autoplan.topology.levels import Level
 from autoplan.topology.mixed_cluster import MixedCluster
+
+Values = TypeVar("Values")
 
 SHARE_SUM = 1e-9  # how far the shares of all replicas may be from 1
 
@@ -74,18 +77,6 @@ class ReplicaKind:
         """Virtual stages of every stage."""
         return len(self.stages[0].chunks) or 1
 
-    @property
-    def layers_per_chunk(self) -> tuple[int, ...]:
-        """Layers of every chunk in model order; chunk i is on stage i mod the number of stages."""
-        chunks = [stage.chunks or (stage.layers,) for stage in self.stages]
-        return tuple(chunk for row in zip(*chunks, strict=True) for chunk in row)
-
-    @property
-    def part_of_layers(self) -> tuple[int, ...]:
-        """The part on which a replica holds each layer."""
-        parts = [stage.part for stage in self.stages] * self.vp
-        return tuple(part for part, layers in zip(parts, self.layers_per_chunk, strict=True) for _ in range(layers))
-
     def _order(self) -> tuple[object, ...]:
         return (self.stages, self.micro_batch, self.num_microbatches, self.state_share or 0.0)
 
@@ -101,17 +92,20 @@ class MixedPlan:
     """Configuration of a mixed cluster.  Kinds that are equal become one, and all stand in one order.
 
     `common` are the axes that all replicas share, in which `sp` stands for wherever tp divides the tokens and `etp` for
-    as much of it as tp has; those that the kinds have themselves are 1 in it.
+    as much of it as tp has; those that the kinds have themselves are 1 in it.  `schedule` is that of all pipelines,
+    where 1F1B is interleaved in kinds with virtual stages.
     """
 
     kinds: tuple[ReplicaKind, ...]
     common: ParallelPlan
+    schedule: Schedule = Schedule.ONE_F_ONE_B
 
     def __post_init__(self) -> None:
         if not self.kinds:
             raise InputError("kinds must name at least one")
-        if self.common.schedule not in USUAL_SCHEDULES:
-            raise UnpricedError(f"schedule {self.common.schedule!r} is not priced with different stages: use 1f1b")
+        schedule = enum_value("schedule", Schedule, self.schedule)
+        is_usual = schedule in USUAL_SCHEDULES or all(len(kind.stages) == 1 for kind in self.kinds)
+        object.__setattr__(self, "schedule", Schedule.ONE_F_ONE_B if is_usual else schedule)
         most_tp = max(stage.tp for kind in self.kinds for stage in kind.stages)
         common = replace(self.common, etp=min(self.common.etp, most_tp), **_OF_KINDS)
         object.__setattr__(self, "common", common)
@@ -137,19 +131,39 @@ class MixedPlan:
     def of(cls, plan: ParallelPlan, part: int, num_layers: int) -> MixedPlan:
         """The plan of one part, of a model with this many layers, as one of a mixed cluster."""
         chunks = chunk_layers(plan, num_layers)
+        rounds = (chunks[first : first + plan.pp] for first in range(0, len(chunks), plan.pp))
         stages = tuple(
-            MixedStage(
-                part=part,
-                tp=plan.tp,
-                layers=sum(chunks[rank :: plan.pp]),
-                chunks=chunks[rank :: plan.pp] if plan.vp > 1 else (),
-            )
-            for rank in range(plan.pp)
+            MixedStage(part=part, tp=plan.tp, layers=sum(of_stage), chunks=of_stage if plan.vp > 1 else ())
+            for of_stage in zip(*_in_turn(rounds, plan.schedule), strict=True)
         )
         kind = ReplicaKind(
             count=plan.dp, micro_batch=plan.micro_batch, num_microbatches=plan.num_microbatches, stages=stages
         )
-        return cls(kinds=(kind,), common=plan)
+        return cls(kinds=(kind,), common=plan, schedule=plan.schedule)
+
+    def schedule_of(self, kind: ReplicaKind) -> Schedule:
+        """The schedule of a kind's pipelines; a single stage has no pipeline and uses 1F1B."""
+        if len(kind.stages) > 1 and self.schedule != Schedule.ONE_F_ONE_B:
+            return self.schedule
+        return Schedule.INTERLEAVED if kind.vp > 1 else Schedule.ONE_F_ONE_B
+
+    def hops_of(self, kind: ReplicaKind) -> tuple[tuple[MixedStage, MixedStage], ...]:
+        """The stages that send to each other; in an interleaved pipeline the last one sends to the first."""
+        around = kind.stages[:1] if self.schedule_of(kind) == Schedule.INTERLEAVED else ()
+        return tuple(pairwise((*kind.stages, *around)))
+
+    def layers_per_chunk(self, kind: ReplicaKind) -> tuple[int, ...]:
+        """Layers of every chunk of a kind in model order."""
+        return tuple(layers for _, layers in self.chunks_of(kind))
+
+    def part_of_layers(self, kind: ReplicaKind) -> tuple[int, ...]:
+        """The part on which a replica of a kind holds each layer."""
+        return tuple(stage.part for stage, layers in self.chunks_of(kind) for _ in range(layers))
+
+    def chunks_of(self, kind: ReplicaKind) -> tuple[tuple[MixedStage, int], ...]:
+        """(stage, layers) of every chunk of a kind in model order."""
+        of_stages = ([(stage, size) for size in stage.chunks or (stage.layers,)] for stage in kind.stages)
+        return tuple(chain(*_in_turn(zip(*of_stages, strict=True), self.schedule_of(kind))))
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -189,8 +203,8 @@ class MixedPlan:
 
         Of a stage whose layers other kinds cut elsewhere the middle one of its first chunk decides.
         """
-        layers_elsewhere = [(other.count, other.part_of_layers) for other in self.kinds]
-        sizes, before, result = kind.layers_per_chunk, 0, []
+        layers_elsewhere = [(other.count, self.part_of_layers(other)) for other in self.kinds]
+        sizes, before, result = self.layers_per_chunk(kind), 0, []
         for stage, size in zip(kind.stages, sizes, strict=False):
             middle, before = min(before + size // 2, sum(sizes) - 1), before + size
             of_middle = [(count, parts[middle]) for count, parts in layers_elsewhere]
@@ -306,6 +320,14 @@ class MixedProblem:
         return level != replace(own, name="between")
 
 
+def _in_turn(rounds: Iterable[tuple[Values, ...]], schedule: Schedule) -> list[tuple[Values, ...]]:
+    """Return values of the chunks of all stages, round by round, in the order of the model from that of the stages.
+
+    Or the reverse: every other round of a V runs from the last stage to the first.
+    """
+    return [values[::-1] if schedule in V_SHAPED and at % 2 else values for at, values in enumerate(rounds)]
+
+
 def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: int) -> ParallelPlan:
     """The plan in which all replicas were of `kind` and all their stages had the tensor-parallel degree `tp`."""
     common, replicas = plan.common, plan.num_replicas
@@ -318,8 +340,8 @@ def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: i
         "etp": min(common.etp, tp),
         "pp": len(kind.stages),
         "vp": kind.vp,
-        "schedule": None,
-        "layers_per_chunk": kind.layers_per_chunk,
+        "schedule": plan.schedule_of(kind),
+        "layers_per_chunk": plan.layers_per_chunk(kind),
         "dp_shard": replicas // common.dp_replicate,
     }
     return ParallelPlan.derived(
@@ -339,6 +361,8 @@ def check_mixed(problem: MixedProblem, plan: MixedPlan) -> None:
             raise InputError(f"part {beyond[0]} does not exist: the cluster has {len(parts)}, counted from 0")
         if (layers_elsewhere := sum(stage.layers for stage in kind.stages)) != num_layers:
             raise InputError(f"layers of the stages add up to {layers_elsewhere}, the model has {num_layers}")
+        if plan.schedule != Schedule.ONE_F_ONE_B:
+            check_priced(as_parallel(problem, plan, kind, kind.stages[0].tp))
     for at in sorted(plan.parts):
         num_devices = plan.num_devices_on(at)
         if num_devices > parts[at].num_devices:
@@ -355,14 +379,16 @@ def mixes_vendors(problem: MixedProblem, plan: MixedPlan) -> str | None:
     if problem.cluster.between.cross_vendor_collectives:
         return None
     vendors = problem.cluster.vendors
+    parts_of_layers = [plan.part_of_layers(kind) for kind in plan.kinds]
     for layer in range(problem.model.num_layers):
-        if len({vendors[kind.part_of_layers[layer]] for kind in plan.kinds}) > 1:
+        if len({vendors[parts[layer]] for parts in parts_of_layers}) > 1:
             return (
                 f"gradients of layer {layer} would be reduced between devices of two vendors, which "
                 "cross_vendor_collectives = false forbids: let pipelines cross vendors instead of replicas"
             )
-    for kind in plan.kinds:
-        if problem.model.tied_embeddings and vendors[kind.stages[0].part] != vendors[kind.stages[-1].part]:
+    for kind in plan.kinds if problem.model.tied_embeddings else ():
+        ends = [stage for stage, _ in plan.chunks_of(kind)]
+        if vendors[ends[0].part] != vendors[ends[-1].part]:
             return (
                 "gradients of the tied embedding would be reduced between devices of two vendors, which "
                 "cross_vendor_collectives = false forbids"

@@ -14,7 +14,7 @@ from autoplan.base.arrays import Bools, Ints, Rows, distinct_rows
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
 from autoplan.spec import plan_words
-from autoplan.spec.axes import COLUMNS, DEFAULT_RECOMPUTE_MODULES
+from autoplan.spec.axes import COLUMNS, DEFAULT_RECOMPUTE_MODULES, V_SHAPED
 from autoplan.spec.axis import Axis, Kind
 from autoplan.spec.derived_values import derived_values
 from autoplan.spec.enums import (
@@ -145,7 +145,7 @@ class ParallelPlan:
             raise InputError(f"recompute_modules need recompute = 'selective', got {self.recompute!r}")
         if self.vp > 1 and self.schedule == "1f1b":
             raise InputError(f"vp = {self.vp} needs schedule = 'interleaved'")
-        if self.schedule in ("zb-v", "dualpipe-v") and self.vp != 2:
+        if self.schedule in V_SHAPED and self.vp != 2:
             raise InputError(
                 f"schedule {self.schedule!r} needs vp 2, vp is {self.vp}: its chunks form a V on the ranks"
             )

@@ -124,7 +124,7 @@ def _check_version(table: Mapping[str, Any], key: str, version: int) -> None:
         raise InputError(f"{key} is {table[key]}, this autoplan reads {version}{command}")
 
 
-MIXED_FILE_VERSION = 6
+MIXED_FILE_VERSION = 7
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from autoplan.spec.plan import ParallelPlan
 
 DEGREES = ("tp", "cp", "pp", "ep", "etp", "dp")  # in the order of a description
-_SCHEDULE_WORDS = {
+SCHEDULE_WORDS = {
     Schedule.GPIPE: "GPipe",
     Schedule.ONE_F_ONE_B: "1F1B",
     Schedule.INTERLEAVED: "1F1B interleaved with {vp} virtual stages",
@@ -42,13 +42,13 @@ _PHRASES = tuple((axis.name, axis.phrases) for axis in AXES if axis.phrases and 
 
 def describe(plan: ParallelPlan) -> str:
     """Return a short description: 'tp 4 pp 2 vp 5 dp 16, micro-batch 1, ZeRO-1'."""
-    schedule = "" if plan.schedule in ("1f1b", "interleaved") else _SCHEDULE_WORDS[plan.schedule]
+    schedule = "" if plan.schedule in ("1f1b", "interleaved") else SCHEDULE_WORDS[plan.schedule]
     return _joined(plan, schedule, _SHARDING_WORDS[plan.sharding], has_vp=plan.schedule == "interleaved")
 
 
 def spell_out(plan: ParallelPlan) -> str:
     """Return a full description: 'tp 4 pp 2 dp 16, ..., 1F1B interleaved with 5 virtual stages, ...'."""
-    schedule = _SCHEDULE_WORDS[plan.schedule].format(vp=plan.vp) if plan.pp > 1 else ""
+    schedule = SCHEDULE_WORDS[plan.schedule].format(vp=plan.vp) if plan.pp > 1 else ""
     return _joined(plan, schedule, _SHARDING_TERMS[plan.sharding], has_vp=False)
 
 

@@ -36,7 +36,7 @@ def started_plan(
         raise InputError(f"its replicas take {_listed(counts)} micro-batches per step")
     if len(sizes) > 1 and not unequal_batches:
         raise InputError(f"its micro-batches hold {_listed(sizes)} sequences")
-    if len({kind.layers_per_chunk for kind in plan.kinds}) > 1 or len({kind.vp for kind in plan.kinds}) > 1:
+    if len({plan.layers_per_chunk(kind) for kind in plan.kinds}) > 1 or len({kind.vp for kind in plan.kinds}) > 1:
         raise InputError("its replicas split the layers differently")
     degrees = {stage.tp for kind in plan.kinds for stage in kind.stages}
     if len(degrees) > 1 and not (unequal_tp and len(plan.kinds) == 1):
@@ -80,7 +80,7 @@ def plan_over(problem: MixedProblem, plan: ParallelPlan) -> MixedPlan:
         )
         for replica in range(plan.dp)
     ]
-    return MixedPlan(kinds=tuple(kinds), common=plan)
+    return MixedPlan(kinds=tuple(kinds), common=plan, schedule=plan.schedule)
 
 
 def _parts_of_nodes(problem: MixedProblem, parts: Sequence[int]) -> tuple[int, ...]:

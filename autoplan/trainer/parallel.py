@@ -36,6 +36,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from autoplan.base.errors import AutoplanError
+from autoplan.spec.axes import V_SHAPED
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.trainer.transformer import Layer, MoE, Norm, Transformer, initialise
@@ -49,7 +50,6 @@ _SCHEDULES: dict[str, Callable[..., Any]] = {
     "zb-v": ScheduleZBVZeroBubble,
     "dualpipe-v": ScheduleDualPipeV,
 }
-_V_SHAPED = ("zb-v", "dualpipe-v")
 _ONE_STAGE = ("gpipe", "1f1b")
 
 
@@ -93,7 +93,7 @@ def make_grid(plan: ParallelPlan, device: torch.device, *, num_beside: int = 1) 
 
 def chunks_of(plan: ParallelPlan, pp_rank: int) -> list[int]:
     """Return the chunks on one rank, in the order in which a micro-batch passes through them."""
-    if plan.schedule in _V_SHAPED:
+    if plan.schedule in V_SHAPED:
         return [pp_rank, 2 * plan.pp - 1 - pp_rank]
     return [pp_rank + plan.pp * turn for turn in range(plan.vp)]
 

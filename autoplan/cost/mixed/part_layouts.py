@@ -6,7 +6,6 @@ are used.  Arrays of a layout have the shape (rows, stages).
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -150,8 +149,7 @@ def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
     """Number of devices that send at once over the link between each pair of parts."""
     senders: dict[frozenset[int], int] = defaultdict(int)
     for kind in plan.kinds:
-        hops = itertools.pairwise((*kind.stages, kind.stages[0]) if kind.vp > 1 else kind.stages)
-        for stage, behind in hops:
+        for stage, behind in plan.hops_of(kind):
             if stage.part != behind.part:
                 ranks = kind.count * plan.common.cp * max(stage.tp, behind.tp)
                 senders[frozenset((stage.part, behind.part))] += ranks
@@ -161,11 +159,11 @@ def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
 def _hops_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: Sequence[Member]) -> Floats:
     """Message time from every stage to the next, by the slower end: shape (kinds, stages).
 
-    With several chunks per stage the last stage sends to the first.
+    In an interleaved pipeline the last stage sends to the first.
     """
     parts = np.array([[stage.part for stage in member.kind.stages] for member in members])
     behind = np.roll(np.arange(parts.shape[1]), -1)
-    sends = np.array([[True] * (parts.shape[1] - 1) + [member.kind.vp > 1] for member in members])
+    sends = np.array([np.arange(parts.shape[1]) < len(plan.hops_of(kind)) for plan, kind in members])
     crosses = sends & (parts[:, behind] != parts)
     messages = [
         np.broadcast_to(layout.overall * message_s(layout.problem, _chain(part, layout, members))[:, None], shape)

@@ -12,7 +12,6 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.mixed.part_layouts import Member, lay_out_kinds
 from autoplan.cost.pipeline.order import PipelineShape
 from autoplan.cost.timeline import check_length, pipeline_of, step_timeline
-from autoplan.spec.enums import Schedule
 from autoplan.spec.estimate import PlacedStage, StagePlace
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.timeline import Timeline
@@ -49,8 +48,7 @@ def mixed_stages(problem: MixedProblem, plan: MixedPlan) -> tuple[PlacedStage, .
 def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
     """Timeline of the step priced by `estimate_mixed`, event by event; ranks are numbered part by part."""
     for kind in plan.kinds:
-        schedule = Schedule.INTERLEAVED if kind.vp > 1 else Schedule.ONE_F_ONE_B
-        check_length(PipelineShape(schedule, len(kind.stages), kind.vp, kind.num_microbatches))
+        check_length(PipelineShape(plan.schedule_of(kind), len(kind.stages), kind.vp, kind.num_microbatches))
     (cost,) = estimate_mixed(problem, [plan])
     pipelines = [
         pipeline_of(

@@ -89,19 +89,26 @@ def pipeline_s(
 def gpipe_s(
     forward_s: Floats, backward_s: Floats, num_microbatches: Ints, hop_s: Floats, *, overlaps: bool
 ) -> Makespan:
-    """Makespan of all forwards before all backwards: two flow shops with equal jobs, exact.
-
-    Messages, `hop_s` over each hop, are pipelined, so only the fill is exposed.  Without overlap a rank waits for each
-    message that it receives or sends: exact for equal stages, otherwise an upper bound.
-    """
+    """Makespan of all forwards before all backwards: two flow shops with equal jobs, exact."""
     later_microbatches = num_microbatches - 1
     makespan = _sum_over_stages(forward_s) + later_microbatches * forward_s.max(axis=1)
     makespan = makespan + _sum_over_stages(backward_s) + later_microbatches * backward_s.max(axis=1)
-    send_s = 2.0 * _sum_over_stages(hop_s)
-    if not overlaps:
-        none = np.zeros((len(hop_s), 1))
-        send_s = send_s + 2.0 * later_microbatches * (np.hstack([none, hop_s]) + np.hstack([hop_s, none])).max(axis=1)
+    send_s = gpipe_sends_s(hop_s, num_microbatches, overlaps=overlaps)
     return Makespan(makespan, send_s, np.argmax(forward_s + backward_s, axis=1))
+
+
+def gpipe_sends_s(hop_s: Floats, num_microbatches: Ints, *, overlaps: bool) -> Floats:
+    """Time that messages add to GPipe; `hop_s`: one message over each hop, (plans, stages - 1).
+
+    They are pipelined, so only the fill is exposed.  Without overlap a rank waits for each message that it receives or
+    sends: exact for equal stages, otherwise an upper bound.
+    """
+    send_s = 2.0 * _sum_over_stages(hop_s)
+    if overlaps:
+        return send_s
+    none = np.zeros((len(hop_s), 1))
+    exchanges = (np.hstack([none, hop_s]) + np.hstack([hop_s, none])).max(axis=1)
+    return send_s + 2.0 * (num_microbatches - 1) * exchanges
 
 
 def send_exposed_s(

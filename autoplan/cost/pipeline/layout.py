@@ -13,13 +13,14 @@ from functools import lru_cache
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, distinct_rows
-from autoplan.cost.pipeline.order import V_SHAPED, chunks_of_ranks
+from autoplan.cost.pipeline.order import chunks_of_ranks
+from autoplan.spec.axes import V_SHAPED
 from autoplan.spec.blocks import ENCODER_BLOCKS, Block
 from autoplan.spec.enums import Schedule
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch
 
-V_SCHEDULES = [Schedule(name).code for name in V_SHAPED]
+V_SCHEDULES = [schedule.code for schedule in V_SHAPED]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,11 @@ import numpy as np
 
 from autoplan.base.arrays import Ints, distinct_rows
 from autoplan.base.errors import InputError
+from autoplan.spec.axes import V_SHAPED
 from autoplan.spec.enums import Schedule
 
 # Forward, backward, and the two halves of a split backward: gradient of the inputs, gradient of the weights.
 Kind = Literal["F", "B", "I", "W"]
-
-V_SHAPED = ("zb-v", "dualpipe-v")
 
 
 class Operation(NamedTuple):

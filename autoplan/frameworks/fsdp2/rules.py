@@ -13,7 +13,7 @@ from autoplan.base.arrays import Bools
 from autoplan.frameworks.common import shared_rules as shared
 from autoplan.frameworks.common import universal_rules as universal
 from autoplan.frameworks.common.rules import Rule, Rulebook, SupportedWords
-from autoplan.spec.axes import offered
+from autoplan.spec.axes import V_SHAPED, offered
 from autoplan.spec.enums import ContextParallelKind, Offload, Schedule
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.workload import Workload
@@ -21,15 +21,13 @@ from autoplan.spec.workload import Workload
 _SCHEDULES = "torch/distributed/pipelining/schedules.py"
 _ATTENTION = "torch/distributed/tensor/experimental/_context_parallel/_attention.py"
 
-_V_SHAPED = (Schedule.ZB_V.code, Schedule.DUALPIPE_V.code)
-
 
 # -- pipelines --------------------------------------------------------------------------------------------------------
 
 
 def _chunks(workload: Workload, batch: PlanBatch) -> Bools:
     """Return which plans have as many stages per rank as the schedule expects: one, or several if interleaved."""
-    several = np.isin(batch.schedule, (Schedule.INTERLEAVED.code, *_V_SHAPED))
+    several = np.isin(batch.schedule, [schedule.code for schedule in (Schedule.INTERLEAVED, *V_SHAPED)])
     return several == (batch.vp > 1)
 
 
