@@ -15,6 +15,9 @@ from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.mixed_result import MixedResult, MixedRun, PartsOutcome
 
 
+MORE_NODES = "a part more nodes in --cluster"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsResult:
     """The problem on the best parts, its plans with the gap in the objective, and the figures on all sets of parts."""
@@ -55,7 +58,8 @@ def search_parts(
     usable = [plans for plans in tried if plans.result and plans.outcome.figures and not plans.outcome.why]
     if not usable:
         if slow := [(outcome.parts, outcome.figures) for outcome in outcomes if outcome.figures]:
-            raise NoPlanError(why_slow(slow, run))
+            is_least = all(plans.least == math.inf for plans in tried)
+            raise NoPlanError(why_slow(slow, run, unit="set of parts", more=MORE_NODES, is_least=is_least))
         if tried[-1].result is None:  # this raises the reason, on all parts together
             run.reliability.goodput(problem.cluster.num_devices)
         assert tried[-1].result is not None

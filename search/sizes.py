@@ -228,31 +228,41 @@ def _why_none(
     raise AssertionError("a plan that is not too slow for the run is an answer")
 
 
-def why_slow(of_sizes: Sequence[tuple[str, RunFigures]], run: Run) -> str:
-    """Explain why no size is fast enough for a run, from the figures of the best plan on each, or bounds on them."""
+def why_slow(
+    of_sizes: Sequence[tuple[str, RunFigures]],
+    run: Run,
+    *,
+    unit: str = "size",
+    more: str = "more nodes",
+    is_least: bool = True,
+) -> str:
+    """Explain why no size is fast enough for a run, from the figures of the best plan on each, or bounds on them.
+
+    A `unit` is what was compared, `more` the way to a larger one; with `is_least` no plan has better figures.
+    """
     takes = [(figures.run_s, figures.device_hours, size) for size, figures in of_sizes if figures.run_s]
     if not takes:
         size, figures = of_sizes[-1]
         lasts_s = figures.budget_s or 0.0
         return (
             f"{run.device_hours:,.0f} device hours last {format_days(lasts_s)} on {size}, "
-            f"the deadline is {format_days(run.deadline_s or 0.0)}: give more nodes, or fewer hours"
+            f"the deadline is {format_days(run.deadline_s or 0.0)}: give {more}, or fewer hours"
         )
     fastest, leanest = min(takes), min(takes, key=lambda took: took[1] or math.inf)
-    demands, ways = [], []
+    demands, ways, or_more = [], [], " or more" * is_least
     if run.deadline_s is not None:
         demands.append(
-            f"the deadline is {format_days(run.deadline_s)}, the fastest size ({fastest[2]}) takes "
-            f"{format_days(fastest[0])} or more"
+            f"the deadline is {format_days(run.deadline_s)}, the fastest {unit} ({fastest[2]}) takes "
+            f"{format_days(fastest[0])}{or_more}"
         )
-        ways += ["more nodes", "a later deadline"]
+        ways += [more, "a later deadline"]
     if run.device_hours is not None:
         demands.append(
-            f"there are {run.device_hours:,.0f} device hours, the size that needs least "
-            f"({leanest[2]}) takes {leanest[1]:,.0f} or more"
+            f"there are {run.device_hours:,.0f} device hours, the {unit} that needs least "
+            f"({leanest[2]}) takes {leanest[1]:,.0f}{or_more}"
         )
         ways.append("more device hours")
     return (
-        f"no size trains {format_tokens(run.tokens or 0.0)} tokens as asked: {'; '.join(demands)}: "
+        f"no {unit} trains {format_tokens(run.tokens or 0.0)} tokens as asked: {'; '.join(demands)}: "
         f"give {', '.join(ways)} or fewer tokens"
     )

@@ -91,9 +91,19 @@ def test_the_fewest_devices_that_meet_a_deadline_are_chosen() -> None:
     for deadline_s, chosen in ((1.01 * slow_s, {2}), (1.01 * fast_s, {2}), (1.01 * both_s, {4})):
         best = best_parts(problem, "devices", Run(tokens=1e9, deadline_s=deadline_s))
         assert {best.problem.cluster.num_devices} == chosen
-    with pytest.raises(NoPlanError, match="the fastest size") as caught:
-        best_parts(problem, "devices", Run(tokens=1e9, deadline_s=0.5 * both_s))
-    assert "\n" not in str(caught.value)
+    for run, says in (
+        (
+            Run(tokens=1e9, deadline_s=0.5 * both_s),
+            r"fastest set of parts \(.* \+ .*\) takes .*: give a part more nodes",
+        ),
+        (
+            Run(tokens=1e9, device_hours=1e-3),
+            r"set of parts that needs least \(.*\) takes .*: give more device hours or",
+        ),
+    ):
+        with pytest.raises(NoPlanError, match=says) as caught:
+            best_parts(problem, "devices", run)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_cluster_of_one_part_has_the_figures_of_the_plain_search() -> None:
