@@ -27,12 +27,12 @@ from autoplan.search.layouts import chunk_counts, schedules_of
 from autoplan.search.limits import COUNTS, Limits, divisors
 from autoplan.search.mixed_pipeline_bounds import ROUNDING, PipelineBounds, Ways
 from autoplan.search.space import Space
-from autoplan.search.structures import Equal, Pipelines, Structure, common_schedule, pipelines
+from autoplan.search.structures import Equal, Pipelines, Structure, common_schedule, first_layers, pipelines
 from autoplan.spec.axes import SEARCHED
 from autoplan.spec.axis import MAX_DEGREE
 from autoplan.spec.enums import NARROW_PRECISIONS, Schedule, Sharding
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
-from autoplan.spec.plan import PlanBatch, even_chunks
+from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 HALF_BYTES = 2  # of gradients and weights that are exchanged, unless these are quantised
@@ -167,6 +167,12 @@ class MixedSpace:
         )
         return self._bounded(ways)
 
+    def device_rates(self) -> tuple[float, ...]:
+        """Return the most sequences per second and device of every part; of one without ways that of the best."""
+        of_parts = [self.ways((part,)) for part in range(len(self.spaces))]
+        rates = [0.0 if ways is None else float((ways.most_rate / ways.num_devices).max()) for ways in of_parts]
+        return tuple(rate or max(rates) or np.inf for rate in rates)
+
     def _fills_one_part(self, way: Pipelines) -> bool:
         (part, tp), *deeper = way.places
         return not deeper and way.count * tp == self.problem.cluster.parts[part].num_devices
@@ -197,15 +203,10 @@ class MixedSpace:
                 plans = _with_schedule(kinds.take(rows), schedule, vp, self.spaces[0].limits)
                 rounds = plans.num_microbatches
                 rounds = -(-rounds // pp) * pp if schedule == Schedule.INTERLEAVED else rounds
-                layouts = (self.first_layers(pp * vp),)
+                layouts = (first_layers(self.problem, pp * vp),)
                 tried = replace(plans, global_batch=rounds * plans.micro_batch * plans.dp, layouts=layouts)
                 lawful = np.flatnonzero(legal(space.rules, space.workload, tried))
                 yield rows[lawful], plans.take(lawful)
-
-    def first_layers(self, chunks: int) -> tuple[int, ...]:
-        """Return the layers of every chunk before they are shared out; a framework may have no others."""
-        split, model = self.spaces[0].limits.split, self.problem.model
-        return split(model, chunks) if split else even_chunks(model.num_layers, chunks)
 
     def admits(self, plans: Sequence[MixedPlan]) -> Bools:
         """Return which plans obey the limits and their framework's rules, stage by stage."""

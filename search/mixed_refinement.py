@@ -16,7 +16,7 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.pipeline.closed_forms import pipeline_s
 from autoplan.frameworks.registry import book_of
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
-from autoplan.search.structures import NOTHING_EQUAL, Equal, StageKind, Structure
+from autoplan.search.structures import NOTHING_EQUAL, Equal, StageKind, Structure, first_layers
 from autoplan.spec.axes import SEARCHED
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.estimate import RISKY_Z
@@ -46,15 +46,6 @@ class RefinedStructure:
 
     structure: Structure
     cost: MixedCost
-
-
-def _is_better(cost: MixedCost, best: MixedCost | None, most_z: float) -> bool:
-    if best is None:
-        return True
-    fits, best_fits = cost.oom_z <= most_z, best.oom_z <= most_z
-    if fits and best_fits:
-        return cost.sequences_per_s > best.sequences_per_s
-    return fits or (not best_fits and cost.oom_z < best.oom_z)
 
 
 def _places_of(kind: ReplicaKind) -> tuple[StageKind, ...]:
@@ -89,7 +80,7 @@ class Refiner:
         self.problem, self.global_batch, self.accepts, self.most_z = problem, global_batch, accepts, most_z
         self.equal = equal
         self.num_priced = 0
-        self._cut = book_of(problem.framework).split
+        self._is_cut = book_of(problem.framework).split is not None
         # Cached by the work and memory of stages, as structures often differ only in their states.
         self._shared_out: dict[object, tuple[list[tuple[int, ...]], tuple[int, ...]] | None] = {}
         kinds = problem.model.layer_kinds
@@ -115,7 +106,8 @@ class Refiner:
             plans = [draft.plan for _, draft in open_ if draft.plan]
             better = []
             for (_, draft), cost in zip(open_, estimate_mixed(self.problem, plans), strict=True):
-                if cost.plan.global_batch == self.global_batch and _is_better(cost, draft.cost, self.most_z):
+                is_better = draft.cost is None or _rank(self.most_z, cost) < _rank(self.most_z, draft.cost)
+                if is_better and cost.plan.global_batch == self.global_batch:
                     better.append((draft, cost))
                 draft.plan = self._next_plan(draft, cost)
             for (draft, cost), is_answer in zip(better, self.accepts([cost.plan for _, cost in better]), strict=True):
@@ -139,17 +131,13 @@ class Refiner:
         """Return structures in the order of their best plans."""
         return sorted(refined, key=lambda structure: order_of(self.most_z, structure.cost))
 
-    def _first_layers(self, pp: int) -> tuple[int, ...]:
-        """Return the layers of every stage with which a refinement starts; a framework may have no others."""
-        model = self.problem.model
-        return self._cut(model, pp) if self._cut else even_chunks(model.num_layers, pp)
-
     def _most_layers(self, pp: int) -> Ints:
-        return np.array(self._first_layers(pp)) if self._cut else np.full(pp, self.problem.model.num_layers)
+        num_layers = self.problem.model.num_layers
+        return np.array(first_layers(self.problem, pp)) if self._is_cut else np.full(pp, num_layers)
 
     def _first_plan(self, structure: Structure) -> MixedPlan | None:
         """Draft even layers, and micro-batches by number of devices, which need not add up to the batch yet."""
-        layers = [self._first_layers(len(kind.places)) for kind in structure.kinds]
+        layers = [first_layers(self.problem, len(kind.places)) for kind in structure.kinds]
         if self._is_in_step(structure):
             return self._plan(structure, layers, split, None) if (split := self._in_step(structure)) else None
         devices = [sum(tp for _, tp in kind.places) for kind in structure.kinds]
@@ -329,8 +317,9 @@ def num_parts_of(plan: MixedPlan) -> tuple[int, int]:
 
 
 def order_of(most_z: float, cost: MixedCost) -> tuple[float, float, tuple[int, int], str]:
-    """Sort key: plans that fit by their rate, then the others by their distance from fitting.
+    """Sort key: plans that fit by their rate, then others by their distance from fitting; of equals the simplest."""
+    return *_rank(most_z, cost), num_parts_of(cost.plan), repr(cost.plan)
 
-    Among equals, simpler plans come first.
-    """
-    return max(cost.oom_z - most_z, 0.0), -cost.sequences_per_s, num_parts_of(cost.plan), repr(cost.plan)
+
+def _rank(most_z: float, cost: MixedCost) -> tuple[float, float]:
+    return max(cost.oom_z - most_z, 0.0), -cost.sequences_per_s

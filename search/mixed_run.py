@@ -14,7 +14,6 @@ from autoplan.search.study import Progress
 from autoplan.spec.mixed_problem import MixedProblem
 from autoplan.spec.mixed_result import MixedResult, MixedRun, PartsOutcome
 
-
 MORE_NODES = "a part more nodes in --cluster"
 
 

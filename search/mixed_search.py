@@ -48,6 +48,8 @@ MAX_AXES = 16
 MAX_LAYOUTS = 512  # of single groups whose bounds leave them open, priced one by one
 KEPT_PLANS = 20
 MUCH_OPEN = 0.15  # gap from which plans on fewer nodes are searched
+# Of clusters with one node less as many, and as many with another one less, where devices could be so much faster.
+MAX_FEWER, MUCH_SLOWER = 6, 1.5
 
 # Exclusions, for the certificate.
 LIMITS = (
@@ -78,17 +80,34 @@ def search_mixed(
     are searched too where the number of devices divides badly: the best plan leaves many idle, its bounds leave much
     open, or a part alone does not share out the batch.
     """
-    result = _search_all(problem, global_batch, space_of, accepts, equal, margin)
+
+    def find(problem: MixedProblem) -> MixedResult:
+        return _search_all(problem, global_batch, space_of, accepts, equal, margin)
+
+    result = find(problem)
     without_plan = [part for part, rate in enumerate(result.certificate.rates_alone) if rate == 0]
-    spaces = (space_of(problem.alone(part)) for part in without_plan)
-    divides = all(len(space.groups(space.cells())[0]) for space in spaces)
+    spaces = tuple(space_of(problem.alone(part)) for part in range(len(problem.cluster.parts)))
+    divides = all(len(spaces[part].groups(spaces[part].cells())[0]) for part in without_plan)
     is_close = divides and result.certificate.gap < MUCH_OPEN
     if is_close and result.ranked and result.ranked[0].plan.num_devices >= MIN_USED * problem.cluster.num_devices:
         return result
-    smaller = [
-        _search_all(fewer, global_batch, space_of, accepts, equal, margin) for fewer in _with_fewer_nodes(problem)
-    ]
-    return best_of([result, *(replace(found, ranked=_priced_on(problem, found)) for found in smaller)])
+    space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=equal, most_z=RISKY_Z)
+    device_rates, results, wave = space.device_rates(), [result], [problem]
+    for ratio in (1.0, MUCH_SLOWER):
+        fewer = {_most_rate(one, device_rates): one for wider in wave for one in _with_fewer_nodes(wider)}
+        wave = [fewer[rate] for rate in sorted(fewer, reverse=True)[:MAX_FEWER]]
+        for one in wave:
+            best = max((found.ranked[0].sequences_per_s for found in results if found.ranked), default=0.0)
+            if ratio * best < _most_rate(one, device_rates):
+                found = find(one)
+                results.append(replace(found, ranked=_priced_on(problem, found)))
+    return best_of(results)
+
+
+def _most_rate(problem: MixedProblem, device_rates: Sequence[float]) -> float:
+    """Return the sequences per second of all devices at these rates."""
+    parts = zip(problem.cluster.parts, device_rates, strict=True)
+    return sum(part.num_devices * rate for part, rate in parts)
 
 
 def _with_fewer_nodes(problem: MixedProblem) -> Iterator[MixedProblem]:

@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autoplan.frameworks.registry import book_of
 from autoplan.search.limits import divisors
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import Schedule
 from autoplan.spec.mixed_problem import MixedProblem
-from autoplan.spec.plan import ParallelPlan
+from autoplan.spec.plan import ParallelPlan, even_chunks
 
 MAX_STAGES = 32  # deeper pipelines over different parts are mostly bubble
 MIN_USED = 0.9  # share of the devices of its parts that a structure must use
@@ -67,6 +68,12 @@ class Structure:
 def common_schedule(schedules: Iterable[Schedule]) -> Schedule:
     """Return the schedule of pipelines, some of which may be plain and others interleaved 1F1B."""
     return next((schedule for schedule in schedules if schedule not in USUAL_SCHEDULES), Schedule.ONE_F_ONE_B)
+
+
+def first_layers(problem: MixedProblem, chunks: int) -> tuple[int, ...]:
+    """Return the layers of every chunk before they are shared out; a framework may have no others."""
+    split, model = book_of(problem.framework).split, problem.model
+    return split(model, chunks) if split else even_chunks(model.num_layers, chunks)
 
 
 def orders(problem: MixedProblem, parts: Sequence[int]) -> Iterator[tuple[int, ...]]:

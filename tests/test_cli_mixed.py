@@ -196,6 +196,14 @@ def test_a_mixed_plan_has_a_page(searched: Path) -> None:
         (("explain", "plan.json", "--versus", "tp=2"), "--versus does not support mixed clusters"),
         (("replan", "plan.json", "--nodes", "1"), "name lost nodes with --without PART:NUMBER"),
         (("estimate", "plan.json", "--verify-memory"), "--verify-memory does not support mixed clusters"),
+        (
+            ("search", "llama.json", *MIXED, "--sampler", "tpe", "--force"),
+            "by their bounds, which prove them: leave it out",
+        ),
+        (
+            ("search", "llama.json", *MIXED, "--workers", "2", "--study", "one"),
+            "--workers and --study: on a mixed cluster",
+        ),
         (("search", "llama.json", *MIXED, "--forbid", "zero2", "--force"), "unknown; did you mean sharding=zero2"),
         (("search", "llama.json", *MIXED, "--forbid", "a plan", "--force"), "unknown; known: partial_recompute"),
         (("search", "llama.json", *MIXED[:3], "16:8", *MIXED[4:], "--force"), "LOW must not exceed HIGH"),

@@ -34,6 +34,7 @@ from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedResult
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import even_chunks
+from autoplan.spec.started_plan import started_plan
 from autoplan.topology.mixed_cluster import BetweenSpec
 from mixed_cases import SMALL, as_mixed, common_of, plan_of, problem_of, replicas, scaled
 
@@ -156,6 +157,8 @@ def test_states_go_where_memory_is() -> None:
     even = plan_of(kinds=(replicas(4, 12, (0, 1, 48)), replicas(4, 12, (1, 1, 48))), sharding="zero3", recompute="full")
     (equal,) = estimate_mixed(problem, [even])
     assert equal.step_s / cost.step_s >= 1.2
+    with pytest.raises(InputError, match="its replicas hold different shares of the optimizer states"):
+        started_plan(problem, cost.plan, unequal_batches=True, unequal_tp=True)
 
 
 def test_a_tensor_group_that_lost_a_device_trains_on_with_fewer() -> None:
@@ -179,6 +182,8 @@ def test_a_tensor_group_that_lost_a_device_trains_on_with_fewer() -> None:
     # All four groups would take three quarters of the time of three.
     all_s = dropped.step_s * 3 / 4
     assert all_s < unequal.step_s < all_s + (dropped.step_s - all_s) / 4
+    with pytest.raises(InputError, match="its stages have the tensor-parallel degrees 28 and 32"):
+        started_plan(problem, unequal.plan, unequal_batches=True, unequal_tp=True)
 
 
 # Of 140 B parameters, for 128 accelerators of X beside 640 of Y, 0.7 times as fast (S49).
@@ -339,6 +344,17 @@ def test_a_node_more_is_left_idle_where_it_makes_plans_slower() -> None:
         for nodes in (1, 2)
     )
     assert on_two <= on_one * (1 + 1e-9)
+
+
+def test_a_node_of_each_part_is_left_idle_where_neither_alone_helps() -> None:
+    """100 sequences are shared out by none of 36, 32 and 28 devices as well as by 20."""
+    words = {"global_batch": 100, "seq_len": 1024, "to": "torchtitan", "prefer": "fastest"}
+    on_two, on_three = (
+        autoplan.search_mixed("qwen2.5-0.5b", cluster=f"mi300x:{nodes}x8+a100-sxm:3x4", **words).best
+        for nodes in (2, 3)
+    )
+    assert on_three.step_s <= on_two.step_s * (1 + 1e-9)
+    assert on_three.plan.num_devices == 20
 
 
 def test_joined_searches_are_led_by_plans_that_fit() -> None:

@@ -176,6 +176,22 @@ def test_the_built_in_trainer_trains_unlike_replicas_as_one_process_does(tmp_pat
     assert len(measured.measured.peak_bytes) == 2
 
 
+def test_the_built_in_trainer_trains_a_v_over_unlike_stages_as_one_process_does(tmp_path: Path) -> None:
+    """The first stage has the first chunk and the last, with the head."""
+    fast, slow = (scaled("cpu:1x1", name, speed=speed) for name, speed in (("fast", 1.0), ("slow", 0.5)))
+    tiny = replace(SMALL, num_layers=5, hidden_size=32, vocab_size=256, num_heads=4, num_kv_heads=2, ffn_size=64)
+    problem = problem_of(fast, slow, model=tiny, seq_len=16, precision="fp32", framework=load_framework("torch"))
+    (kind,) = plan_of(kinds=(replicas(1, 4, (0, 1, 3), (1, 1, 2)),)).kinds
+    stages = tuple(replace(stage, chunks=chunks) for stage, chunks in zip(kind.stages, ((2, 1), (1, 1)), strict=True))
+    plan = replace(plan_of(kinds=(replace(kind, stages=stages),), precision="fp32"), schedule="zb-v")
+    result_of(problem, plan).save(tmp_path / "plan.json")
+    measured = autoplan.run(tmp_path / "plan.json", steps=1, warmup=1, check=True)
+    assert measured is not None
+    assert measured.task.plan.layers_per_chunk == (2, 1, 1, 1)
+    assert measured.measured.check is not None
+    assert measured.measured.check.holds
+
+
 def test_measured_times_of_all_parts_travel_with_the_plan_file(problem: MixedProblem, tmp_path: Path) -> None:
     timed = replace(problem, timings=(TABLE, TABLE))
     (plain,), (cost,) = estimate_mixed(problem, [UNEVEN]), estimate_mixed(timed, [UNEVEN])

@@ -215,14 +215,23 @@ def _searched(context: typer.Context, *, quiet: bool) -> PlanResult | MixedPlanR
 
 
 def _check_mixed(typed: dict[str, Any]) -> None:
-    """Raise InputError for flags that a search of a mixed cluster does not support yet."""
-    is_shared = typed["storage"] or typed["study"] or typed["workers"] != 1 or typed["sampler"] != "bound"
+    """Raise InputError for flags that a search of a mixed cluster does not support."""
+    shared = [f"--{name}" for name in ("workers", "storage", "study") if typed[name] not in (None, 1)]
     refusals = (
         (
             typed["launch_file"] is None and (typed["variables"] or typed["target"]),
             "--set and --as need a launch file: give --from FILE",
         ),
-        (is_shared, "a mixed cluster is searched by one process: leave --storage and related options out"),
+        (
+            typed["sampler"] != "bound",
+            "--sampler tries degrees of equal nodes, which are cells of a study; plans of a mixed cluster are searched "
+            "by their bounds, which prove them: leave it out",
+        ),
+        (
+            shared,
+            f"{' and '.join(shared)}: on a mixed cluster each structure is priced only if those before it leave it "
+            "open, by one process within seconds: leave out, or search a part alone, such as --cluster h100-sxm:8x8",
+        ),
     )
     refuse(refusals)
 
