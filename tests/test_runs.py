@@ -510,6 +510,7 @@ def test_a_row_states_how_many_layers_are_dense(tmp_path: Path) -> None:
         ({"model": "unheard", "num_layers": ""}, "unpriced", "not known"),
         ({"tp": "x"}, "unpriced", "tp is not a number"),
         ({"tp": "1e400"}, "unpriced", "tp is not a count"),
+        ({"micro_batch": "0"}, "unpriced", "micro_batch must be between 1"),
         ({"tp": "0"}, "unpriced", "tp must be between 1 and 1000000, got 0"),
         ({"pp": "1e10", "framework": "nanotron"}, "unpriced", "pp must be between 1 and 1000000, got 1e10"),
         ({"pp": "1", "dp": "8", "vp": "1e17"}, "unpriced", "vp must be between 0 and 1000000, got 1e17"),

@@ -72,7 +72,7 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
     etp = row.integer("etp", 1, at_most=MAX_DEGREE) or 1  # 0: not used
     sp = row.flag("sp", tp > 1 and problem.framework.network.sequence_parallel)
     sharding, shard, offload = _sharding(row, recipe, dp)
-    micro_batch = row.integer("micro_batch", _usual_micro_batch(row, recipe, pp, dp))
+    micro_batch = row.integer("micro_batch", _usual_micro_batch(row, recipe, pp, dp), at_least=1)
     global_batch = row.integer("global_batch", micro_batch * dp)
     vp = row.integer("vp", _usual_vp(problem, recipe, pp, global_batch // (micro_batch * dp)), at_most=MAX_DEGREE) or 1
     if vp > 1 and pp == 1:
