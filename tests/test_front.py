@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.arrays import Floats, Ints
@@ -88,9 +88,9 @@ def test_the_front_is_that_of_full_enumeration(
 @given(problems, st.sampled_from((0.0, 0.5, 0.9)))
 def test_fronts_of_other_problems_are_those_of_full_enumeration(made: tuple[Problem, Space], reserved: float) -> None:
     problem, space = made
+    assume(space.size(space.cells()) <= 40_000)
     batch, _ = space.plans(space.cells())
-    if not 0 < len(batch) < 4_000:
-        return
+    assume(0 < len(batch) < 4_000)
     problem = replace(problem, reserve_bytes=reserved * problem.capacity_bytes)
     values, verdict = measures_of(problem, batch)
     found = search(problem, space, measures=MEASURES)
