@@ -251,21 +251,22 @@ def test_a_slow_and_a_dead_nic_are_named(tmp_path: Path) -> None:
 
 
 def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path) -> None:
-    seen = hgx(name="NVIDIA H100 NVL")
+    seen = hgx(name="NVIDIA H100 CNX")
     devices = tuple(replace(device, memory_bytes=round(95 * GIB), host_bytes_per_s=63e9) for device in seen.devices)
     found = describe(replace(seen, devices=devices))
     device = found.cluster.device
-    assert (device.name, device.generation) == ("NVIDIA H100 NVL", "hopper")
+    assert (device.name, device.generation) == ("NVIDIA H100 CNX", "hopper")
     assert (device.visible_memory_bytes, device.host_link_bytes_per_s) == (95 * GIB, 63e9)
     assert "figures of h100-96g-500w are used, correct [device]" in found.warnings[0]
     text = cluster_toml(found.cluster, found.remarks)
     assert "tdp_w = 500.0  # of h100-96g-500w: correct it" in text
     assert "visible_memory_gib = 95.0\n" in text
     written(found, tmp_path)
-    assert "figures of h100-sxm are used" in describe(hgx(name="NVIDIA H100 NVL")).warnings[0]
+    assert "figures of h100-sxm are used" in describe(hgx(name="NVIDIA H100 CNX")).warnings[0]
     assert "figures of h20 are used" in describe(hgx(name="NVIDIA H20-3e")).warnings[0]
-    card = describe(hgx(name="NVIDIA H100 NVL", num_links=0))
-    assert "figures of h100-pcie are used" in card.warnings[0]
+    card = hgx(name="NVIDIA H100 CNX", num_links=0)
+    devices = tuple(replace(device, memory_bytes=round(79.1 * GIB)) for device in card.devices)
+    assert "figures of h100-pcie are used" in describe(replace(card, devices=devices)).warnings[0]
 
 
 @pytest.mark.parametrize(

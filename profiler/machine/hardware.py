@@ -20,7 +20,11 @@ CPUINFO = Path("/proc/cpuinfo")
 _BF16_UNITS = {"avx512_bf16", "amx_bf16", "bf16"}  # the kernel's names on x86 and (the last one) on Arm
 
 # ROCm may name every device "AMD Radeon Graphics": then the architecture limits the possible devices.
-_ARCHITECTURES = {"gfx90a": ("mi250x-gcd",), "gfx942": ("mi300x", "mi325x"), "gfx950": ("mi350x", "mi355x")}
+_ARCHITECTURES = {
+    "gfx90a": ("mi210", "mi250x-gcd"),
+    "gfx942": ("mi300a", "mi300x", "mi325x"),
+    "gfx950": ("mi350x", "mi355x"),
+}
 _MEMORY_TOLERANCE = 0.04  # drivers reserve different amounts; the closest two products differ by 10 %
 
 _KFD_LINKS = {"2": "pcie", "11": "xgmi"}  # io_link types of the kernel's amdkfd topology
