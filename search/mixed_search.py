@@ -94,17 +94,22 @@ def search_mixed(
     space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=equal, most_z=RISKY_Z)
     device_rates, results, wave = space.device_rates(), [result], [problem]
     for ratio in (1.0, MUCH_SLOWER):
-        fewer = {_most_rate(one, device_rates): one for wider in wave for one in _with_fewer_nodes(wider)}
-        wave = [fewer[rate] for rate in sorted(fewer, reverse=True)[:MAX_FEWER]]
-        for one in wave:
+        smaller = {_num_nodes(fewer): fewer for wider in wave for fewer in _with_fewer_nodes(wider)}
+        wave = sorted(smaller.values(), key=partial(_most_rate, device_rates), reverse=True)[:MAX_FEWER]
+        for fewer in wave:
             best = max((found.ranked[0].sequences_per_s for found in results if found.ranked), default=0.0)
-            if ratio * best < _most_rate(one, device_rates):
-                found = find(one)
+            if ratio * best < _most_rate(device_rates, fewer):
+                found = find(fewer)
                 results.append(replace(found, ranked=_priced_on(problem, found)))
     return best_of(results)
 
 
-def _most_rate(problem: MixedProblem, device_rates: Sequence[float]) -> float:
+def _num_nodes(problem: MixedProblem) -> tuple[int, ...]:
+    """Return the number of nodes of every part."""
+    return tuple(part.num_nodes for part in problem.cluster.parts)
+
+
+def _most_rate(device_rates: Sequence[float], problem: MixedProblem) -> float:
     """Return the sequences per second of all devices at these rates."""
     parts = zip(problem.cluster.parts, device_rates, strict=True)
     return sum(part.num_devices * rate for part, rate in parts)

@@ -357,6 +357,17 @@ def test_a_node_of_each_part_is_left_idle_where_neither_alone_helps() -> None:
     assert on_three.plan.num_devices == 20
 
 
+def test_a_node_less_of_each_part_is_tried_where_no_part_alone_has_a_plan() -> None:
+    """Stages of 4 x 4 devices fill neither 24 nor 40: 2 and 4 nodes have the best plan, not 3 and 4."""
+    fixed = ["tp=4", "pp=4", "cp=1", "micro_batch=1", "schedule=1f1b", "recompute=none", "sharding=zero1"]
+    words = {"global_batch": 64, "seq_len": 4096, "to": "megatron-lm", "fix": fixed}
+    all_nodes, fewer = (
+        autoplan.search_mixed("llama3-8b", cluster=f"h100-sxm:{first}x8+a100-sxm:{second}x8", **words).best
+        for first, second in ((3, 5), (2, 4))
+    )
+    assert all_nodes.sequences_per_s == pytest.approx(fewer.sequences_per_s)
+
+
 def test_joined_searches_are_led_by_plans_that_fit() -> None:
     problem = problem_of(scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "two"))
     plans = [plan_of(kinds=(replicas(count, 4, (0, 1, 12)),)) for count in (1, 2)]
