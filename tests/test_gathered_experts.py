@@ -12,11 +12,13 @@ import autoplan
 from autoplan.api.problem import make_problem, make_space
 from autoplan.cost.collectives.expert_parallel import expert_parallel, expert_parallel_s
 from autoplan.cost.estimate import estimate
+from autoplan.cost.kernels.memory_bound import traffic_of
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.registry import book_of
 from autoplan.launch.targets import exported
 from autoplan.search.study import search
+from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Dispatcher
 from autoplan.spec.estimate import RISKY_Z
 from autoplan.spec.plan import ParallelPlan
@@ -42,10 +44,10 @@ def traffic_s(problem: Problem, **axes: Any) -> float:
 def test_all_tokens_are_gathered_and_all_outputs_reduced() -> None:
     problem = problem_of()
     described = expert_parallel(problem, problem.batch([plan_of()]))
-    # Every token of 8 ranks in 16 bits, with a byte of the routing map and a 16-bit score per expert.
-    everything = 8 * TOKENS * (2 * 2048 + 3 * 128)
-    for sent in (described.gather_all, described.reduce_all):
-        assert sent.buffer_bytes.tolist() == [everything]
+    # Every token of 8 ranks in 16 bits each way and pass; per expert a byte of the routing map and a 16-bit score are
+    # gathered in one of the two passes, and the gradient of the score is reduced in the other.
+    for sent, routing_bytes in ((described.gather_all, 3 / 2), (described.reduce_all, 2 / 2)):
+        assert sent.buffer_bytes.tolist() == [8 * TOKENS * (2 * 2048 + routing_bytes * 128)]
         assert sent.group.size.tolist() == [8]
         assert (sent.forward, sent.backward) == (1.0, 1.0)
     assert (described.dispatch.forward, described.combine.backward) == (0.0, 0.0)
@@ -71,6 +73,19 @@ def test_nodes_of_four_gained_by_it_what_is_predicted() -> None:
     plans = [plan_of(dispatcher=word, **plan) for word in ("allgather", "alltoall")]
     gathered, exchanged = estimate(problem, problem.batch(plans)).step_s
     assert gathered / exchanged == pytest.approx(4654 / 5236, abs=0.05)
+
+
+def test_tokens_of_an_expert_tensor_parallel_group_are_gathered_and_sorted_too() -> None:
+    """Ranks of tp 2 and etp 2 have half of the tokens, gather 4 x 2 such halves, and sort as if they were 4 whole."""
+    problem = problem_of()
+    whole, halves = (problem.batch([plan_of(tp=tp, sp=tp > 1, etp=tp, ep=4, dp_shard=8 // tp)]) for tp in (1, 2))
+    alone, split = (expert_parallel(problem, batch) for batch in (whole, halves))
+    assert split.gather.buffer_bytes == alone.gather_all.buffer_bytes == 2 * split.gather_all.buffer_bytes
+    assert split.reduce.buffer_bytes == alone.reduce_all.buffer_bytes == 2 * split.reduce_all.buffer_bytes
+    sorted_bytes, as_many = (
+        traffic_of(problem, batch, Block.MOE)["permute"].forward_bytes for batch in (whole, halves)
+    )
+    assert as_many == pytest.approx(sorted_bytes)
 
 
 def test_gathered_tokens_take_memory_beside_one_layer() -> None:

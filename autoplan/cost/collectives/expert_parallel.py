@@ -34,9 +34,10 @@ AMD_DEEPEP_UNITS, AMD_FAR_DEEPEP_UNITS = 80.0, 32.0
 # as the links give.
 MOVED_PER_UNIT_BYTES_PER_S = 15e9
 
-# Bytes per token and expert that are gathered with the tokens: a flag of the routing map and a 16-bit score, whose
-# gradient returns (Megatron-LM d98e8a6, core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher).
-ROUTING_BYTES = 3.0
+# Bytes per token and expert beside the tokens, in the mean of both passes: forward a flag of the routing map and a
+# 16-bit score are gathered, backward the scores' gradient is reduced (Megatron-LM d98e8a6,
+# core/transformer/moe/token_dispatcher.py, MoEAllGatherTokenDispatcher).
+GATHERED_ROUTING_BYTES, REDUCED_ROUTING_BYTES = 3.0 / 2, 2.0 / 2
 
 
 class ExpertParallel(NamedTuple):
@@ -63,8 +64,12 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
     width = moe.latent_size or problem.model.hidden_size
     routed = routed_tokens(problem, batch) * expert_imbalance(problem, batch) * width
     gathers = gathers_tokens(batch)
-    everything = norm_tokens(problem, batch) * batch.ep * (2.0 * width + ROUTING_BYTES * moe.num_experts)
-    gathered = np.where(gathers, batch.etp * everything, 2.0 * rank_expert_tokens(problem, batch) * width)
+    gathered, reduced = (
+        norm_tokens(problem, batch) * batch.ep * (2.0 * width + routing_bytes * moe.num_experts)
+        for routing_bytes in (GATHERED_ROUTING_BYTES, REDUCED_ROUTING_BYTES)
+    )
+    received = 2.0 * rank_expert_tokens(problem, batch) * width
+    etp_gathered, etp_reduced = (np.where(gathers, batch.etp * of_ep, received) for of_ep in (gathered, reduced))
     all_at_once = np.where(gathers, 1.0, 0.0)
     copies = np.where(sends_tokens_once(problem, batch), moe.experts_per_token, 1)
 
@@ -76,10 +81,10 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
     return ExpertParallel(
         dispatch=exchange(framework.experts.bytes_per_dispatched),
         combine=exchange(2.0),
-        gather_all=Collective("ep", "all_gather", groups.ep, everything, forward=all_at_once, backward=all_at_once),
-        reduce_all=Collective("ep", "reduce_scatter", groups.ep, everything, forward=all_at_once, backward=all_at_once),
-        gather=Collective("etp", "all_gather", groups.etp, gathered, forward=1.0, backward=1.0),
-        reduce=Collective("etp", "reduce_scatter", groups.etp, gathered, forward=1.0, backward=1.0),
+        gather_all=Collective("ep", "all_gather", groups.ep, gathered, forward=all_at_once, backward=all_at_once),
+        reduce_all=Collective("ep", "reduce_scatter", groups.ep, reduced, forward=all_at_once, backward=all_at_once),
+        gather=Collective("etp", "all_gather", groups.etp, etp_gathered, forward=1.0, backward=1.0),
+        reduce=Collective("etp", "reduce_scatter", groups.etp, etp_reduced, forward=1.0, backward=1.0),
     )
 
 

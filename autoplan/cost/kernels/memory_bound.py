@@ -190,11 +190,14 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
             all_widths = all_widths + width
             moved["expert_activation"] = Traffic(read * width, backward_read * width)
             # By the ranks that send and by those that receive; where tokens are sent once, by the latter alone.  Of
-            # gathered tokens these write the outputs of all, also of those that their experts did not get.
-            is_one_sided = sends_tokens_once(problem, batch) | gathers_tokens(batch)
+            # gathered tokens, those of an expert-tensor-parallel group too, these write the outputs of all, also of
+            # those that their experts did not get.
+            gathers = gathers_tokens(batch)
+            is_one_sided = sends_tokens_once(problem, batch) | gathers
             sorted_tokens = np.where(is_one_sided, received, (routed_tokens(problem, batch) + received) / 2.0)
-            others = np.where(gathers_tokens(batch), sliced * batch.ep - received, 0.0)
-            permute = (8.0 * sorted_tokens + 2.0 * others) * (moe.latent_size or hidden)  # both ways
+            others = np.where(gathers, sliced * batch.ep - received, 0.0)
+            permuted = (8.0 * sorted_tokens + 2.0 * others) * np.where(gathers, batch.etp, 1)
+            permute = permuted * (moe.latent_size or hidden)  # both ways
             moved["permute"] = Traffic(permute, permute)
             moved |= _op_by_op_traffic(problem, batch, received)
             moved |= _op_by_op_sorting(problem, batch, received)
