@@ -133,7 +133,7 @@ def width_of(precision: str) -> str:
 
 
 def kinds_of(problem: Problem) -> Floats:
-    """Return 1 for each of `KINDS` that a problem is; of measured kernels and layers nothing is hard to predict."""
+    """Return 1 for each of `KINDS` that a problem is; with measured kernels only a mixture of experts counts."""
     is_predicted, is_own = not problem.timings.has_kernels, not problem.framework.megatron_layers
     is_kind = {
         "narrow": is_predicted and not is_own and problem.model.hidden_size < NARROW_BELOW,
