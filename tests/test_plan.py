@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.spec.axes import AXES
+from autoplan.spec.chunk_order import chunks_of_stages
 from autoplan.spec.enums import ContextParallelKind, Offload, Precision, RankOrder, Recompute, Schedule, Sharding
 from autoplan.spec.plan import (
     ParallelPlan,
@@ -256,6 +257,16 @@ def test_a_plan_is_spelled_out_in_the_words_of_the_field() -> None:
 def test_a_description_tells_uneven_ranks_from_uneven_chunks(layers: tuple[int, ...], says: str | None) -> None:
     plan = ParallelPlan(global_batch=8, pp=2, vp=len(layers) // 2, schedule="interleaved", layers_per_chunk=layers)
     assert [word for word in plan.describe().split(", ") if "uneven" in word] == ([says] if says else [])
+
+
+def test_a_rank_of_a_v_has_a_chunk_of_each_end() -> None:
+    """Ranks of a V hold chunks 0 and 3, and 1 and 2; others chunks 0 and 2, and 1 and 3."""
+    assert chunks_of_stages((1, 2, 3, 4), 2, Schedule.ZB_V) == [(1, 4), (2, 3)]
+    assert chunks_of_stages((1, 2, 3, 4), 2, Schedule.INTERLEAVED) == [(1, 3), (2, 4)]
+    folded = ParallelPlan(global_batch=8, pp=2, vp=2, schedule="zb-v", layers_per_chunk=(2, 1, 1, 2))
+    assert "uneven stages" in folded.describe().split(", ")
+    even = dataclasses.replace(folded, layers_per_chunk=(1, 1, 2, 2))
+    assert "uneven virtual stages" in even.describe().split(", ")
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------

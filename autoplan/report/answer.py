@@ -22,6 +22,7 @@ from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_par
 from autoplan.cost.kernels.sequences import tokens_per_sample, useful
 from autoplan.report.ranking import MIN_OFF, SHOWN_PLANS, choice_lines, print_ranking, reasons, slower, why_first
 from autoplan.report.terminal import number_ranges, print_lines, print_part
+from autoplan.spec.chunk_order import chunks_of_stages
 from autoplan.spec.estimate import datasheet_peak
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import TRAITS
@@ -335,7 +336,7 @@ def layers_line(file: PlanFile) -> str:
     chunks = chunk_layers(plan, file.model.num_layers)
     if len(set(chunks)) == 1:
         return ""
-    text = f"{repetitions(sum(chunks[rank :: plan.pp]) for rank in range(plan.pp))} on the stages"
+    text = f"{repetitions(map(sum, chunks_of_stages(chunks, plan.pp, plan.schedule)))} on the stages"
     return f"{text}; {repetitions(chunks)} in the chunks" if plan.vp > 1 else text
 
 

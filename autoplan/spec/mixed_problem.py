@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, pairwise
 from string import ascii_uppercase
-from typing import Any, TypeVar
+from typing import Any
 
 from autoplan.base.errors import InputError, UnpricedError
 from autoplan.base.units import check_count
-from autoplan.spec.axes import USUAL_SCHEDULES, V_SHAPED
+from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.calibration import Calibration
+from autoplan.spec.chunk_order import chunks_of_stages, in_turn
 from autoplan.spec.enums import Schedule, enum_value
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
@@ -22,8 +23,6 @@ from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, WanSpec
 from autoplan.topology.levels import Level
 from autoplan.topology.mixed_cluster import MixedCluster
-
-Values = TypeVar("Values")
 
 SHARE_SUM = 1e-9  # how far the shares of all replicas may be from 1
 
@@ -130,11 +129,9 @@ class MixedPlan:
     @classmethod
     def of(cls, plan: ParallelPlan, part: int, num_layers: int) -> MixedPlan:
         """The plan of one part, of a model with this many layers, as one of a mixed cluster."""
-        chunks = chunk_layers(plan, num_layers)
-        rounds = (chunks[first : first + plan.pp] for first in range(0, len(chunks), plan.pp))
         stages = tuple(
             MixedStage(part=part, tp=plan.tp, layers=sum(of_stage), chunks=of_stage if plan.vp > 1 else ())
-            for of_stage in zip(*_in_turn(rounds, plan.schedule), strict=True)
+            for of_stage in chunks_of_stages(chunk_layers(plan, num_layers), plan.pp, plan.schedule)
         )
         kind = ReplicaKind(
             count=plan.dp, micro_batch=plan.micro_batch, num_microbatches=plan.num_microbatches, stages=stages
@@ -163,7 +160,7 @@ class MixedPlan:
     def chunks_of(self, kind: ReplicaKind) -> tuple[tuple[MixedStage, int], ...]:
         """(stage, layers) of every chunk of a kind in model order."""
         of_stages = ([(stage, size) for size in stage.chunks or (stage.layers,)] for stage in kind.stages)
-        return tuple(chain(*_in_turn(zip(*of_stages, strict=True), self.schedule_of(kind))))
+        return tuple(chain(*in_turn(zip(*of_stages, strict=True), self.schedule_of(kind))))
 
     @property
     def letters(self) -> tuple[str, ...]:
@@ -318,14 +315,6 @@ class MixedProblem:
         """Return whether what joins the parts is worse than the network of `part`; else they are to it one network."""
         own, level = self._fabric(part, used), self.between(part, used, self.cluster.parts[part].num_devices)
         return level != replace(own, name="between")
-
-
-def _in_turn(rounds: Iterable[tuple[Values, ...]], schedule: Schedule) -> list[tuple[Values, ...]]:
-    """Return values of the chunks of all stages, round by round, in the order of the model from that of the stages.
-
-    Or the reverse: every other round of a V runs from the last stage to the first.
-    """
-    return [values[::-1] if schedule in V_SHAPED and at % 2 else values for at, values in enumerate(rounds)]
 
 
 def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: int) -> ParallelPlan:

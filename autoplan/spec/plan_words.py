@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from autoplan.base.units import counted
 from autoplan.spec.axes import AXES, DEFAULT_RECOMPUTE_MODULES
+from autoplan.spec.chunk_order import chunks_of_stages
 from autoplan.spec.enums import Dispatcher, RankOrder, Schedule, Sharding
 
 if TYPE_CHECKING:
@@ -69,8 +70,8 @@ def _joined(plan: ParallelPlan, schedule: str, sharding: str, *, has_vp: bool) -
     if schedule:
         words.append(schedule)
     if plan.layers_per_chunk and len(set(plan.layers_per_chunk)) > 1:
-        ranks = {sum(plan.layers_per_chunk[rank :: plan.pp]) for rank in range(plan.pp)}
-        words.append("uneven stages" if len(ranks) > 1 else "uneven virtual stages")
+        stages = {sum(chunks) for chunks in chunks_of_stages(plan.layers_per_chunk, plan.pp, plan.schedule)}
+        words.append("uneven stages" if len(stages) > 1 else "uneven virtual stages")
     if plan.dp * plan.cp > 1:
         over = f" over {plan.dp_shard * plan.cp}" if plan.dp_replicate > 1 and plan.sharding != "none" else ""
         words.append(f"{sharding}{over}")

@@ -17,6 +17,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.processes import Children, CrewError, RankPlace
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.trainer.rules import RULES
+from autoplan.spec.chunk_order import chunks_of_stages
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, chunk_layers
 from autoplan.spec.training import TrainingSpec
@@ -63,9 +64,7 @@ def peak_bytes(question: Question) -> float:
     """Return the peak of one pipeline rank, extrapolated from small plans if its chunks have many equal layers."""
     model, plan = question.model, question.plan
     counts = chunk_layers(plan, model.num_layers)
-    chunks = counts[question.stage :: plan.pp]
-    if plan.schedule in ("zb-v", "dualpipe-v"):
-        chunks = (counts[question.stage], counts[-1 - question.stage])
+    chunks = chunks_of_stages(counts, plan.pp, plan.schedule)[question.stage]
     count = plan.num_microbatches
     filled = _filled(plan)
     base = _with_microbatches(question, filled)
