@@ -184,20 +184,11 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
         if (steps := model.activation_tensors - 1) > 0 and not problem.framework.kernels.fused_activation:
             moved["activation_steps"] = Traffic(*(pass_bytes * steps * width for pass_bytes in ACTIVATION_STEP_BYTES))
         if block is Block.MOE and model.moe:
-            moe = model.moe
             received = rank_expert_tokens(problem, batch) / batch.etp
-            width = received * moe.expert_ffn_size
+            width = received * model.moe.expert_ffn_size
             all_widths = all_widths + width
+            permute = _permute_bytes(problem, batch, received) * (model.moe.latent_size or hidden)
             moved["expert_activation"] = Traffic(read * width, backward_read * width)
-            # By the ranks that send and by those that receive; where tokens are sent once, by the latter alone.  Of
-            # gathered tokens, those of an expert-tensor-parallel group too, these write the outputs of all, also of
-            # those that their experts did not get.
-            gathers = gathers_tokens(batch)
-            is_one_sided = sends_tokens_once(problem, batch) | gathers
-            sorted_tokens = np.where(is_one_sided, received, (routed_tokens(problem, batch) + received) / 2.0)
-            others = np.where(gathers, sliced * batch.ep - received, 0.0)
-            permuted = (8.0 * sorted_tokens + 2.0 * others) * np.where(gathers, batch.etp, 1)
-            permute = permuted * (moe.latent_size or hidden)  # both ways
             moved["permute"] = Traffic(permute, permute)
             moved |= _op_by_op_traffic(problem, batch, received)
             moved |= _op_by_op_sorting(problem, batch, received)
@@ -212,6 +203,20 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
         name: Traffic(once.forward_bytes * factors[name] * wider, once.backward_bytes * factors[name] * wider)
         for name, once in moved.items()
     }
+
+
+def _permute_bytes(problem: Problem, batch: PlanBatch, received: Floats) -> Floats:
+    """Bytes per element of the width that sorting tokens by expert and back moves in a pass.
+
+    They are sorted by the ranks that send and by those that receive; where tokens are sent once, by the latter alone.
+    Of gathered tokens, those of an expert-tensor-parallel group too, these write the outputs of all, also of those that
+    their experts did not get.
+    """
+    gathers = gathers_tokens(batch)
+    is_one_sided = sends_tokens_once(problem, batch) | gathers
+    sorted_tokens = np.where(is_one_sided, received, (routed_tokens(problem, batch) + received) / 2.0)
+    others = np.where(gathers, norm_tokens(problem, batch) * batch.ep - received, 0.0)
+    return np.asarray((8.0 * sorted_tokens + 2.0 * others) * np.where(gathers, batch.etp, 1))
 
 
 def _kernel_factors(problem: Problem, batch: PlanBatch, names: Iterable[str]) -> dict[str, Floats | float]:
