@@ -57,8 +57,8 @@ def search_parts(
     usable = [plans for plans in tried if plans.result and plans.outcome.figures and not plans.outcome.why]
     if not usable:
         if slow := [(outcome.parts, outcome.figures) for outcome in outcomes if outcome.figures]:
-            is_least = all(plans.least == math.inf for plans in tried)
-            raise NoPlanError(why_slow(slow, run, unit="set of parts", more=MORE_NODES, is_least=is_least))
+            proven = (plans.result.certificate.gap == 0 for plans in tried if plans.result and plans.outcome.figures)
+            raise NoPlanError(why_slow(slow, run, unit="set of parts", more=MORE_NODES, is_least=all(proven)))
         if tried[-1].result is None:  # this raises the reason, on all parts together
             run.reliability.goodput(problem.cluster.num_devices)
         assert tried[-1].result is not None
