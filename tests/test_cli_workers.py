@@ -74,7 +74,10 @@ def test_a_sampler_says_what_it_leaves_open(folder: Path) -> None:
         (("--study", "mine"), "--study mine needs --storage"),
         (("--workers", "0"), "--workers must be from 1 to 256, got 0"),
         (("--sampler", "tpe", "--objective", "step-time"), "--sampler tpe is for step times on one cluster"),
-        (("--workers", "2", "--cluster", "h100-sxm:1x8+a100-sxm:1x8"), "a mixed cluster is searched by one process"),
+        (
+            ("--workers", "2", "--cluster", "h100-sxm:1x8+a100-sxm:1x8"),
+            "--workers: on a mixed cluster each structure is priced only if those before it leave it open",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(folder: Path, flags: tuple[str, ...], says: str) -> None:

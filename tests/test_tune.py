@@ -703,6 +703,10 @@ def test_local_jobs_are_found_by_name_and_ended_whole(tmp_path: Path, monkeypatc
     assert other.poll([name])[name].state == "ended"
     for pid in (tmp_path / "pids").read_text().split():
         assert not (Path("/proc") / pid / "cmdline").exists() or not (Path("/proc") / pid / "cmdline").read_bytes()
+    until = time.monotonic() + 60
+    while jobs.poll([name])[name] == RUNNING:  # its parent may wait for it a moment after it is seen to have ended
+        assert time.monotonic() < until
+        time.sleep(0.02)
     assert jobs.poll([name])[name].state == "ended"
     elsewhere = "otherhost" + name[name.index(":") :]
     assert other.poll([elsewhere])[elsewhere].state == "lost"
