@@ -109,7 +109,7 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             "RATIO",
             "Tokens on the busiest expert rank over the mean: 1.05 to 1.3 if a loss balances the routing.",
             kind=float,
-            unset="1, balanced",
+            unset="as --balancing-loss says",
         ),
         _shared(
             "balancing_loss",

@@ -54,8 +54,8 @@ def own_steps(tree: ast.Module, source: str, beside: Callable[[str], str | None]
             name = dotted(node.func)
             last = name.rpartition(".")[2]
             why = next((why for names, why in _CALLS if names.fullmatch(last) or names.fullmatch(name)), None)
-            is_frozen = why != _SET["requires_grad"] or not (has_adapters or _is_true(node.args[:1]))
-            if why is not None and is_frozen and not _is_of_text(name):
+            is_harmless = why == _SET["requires_grad"] and (has_adapters or _is_true(node.args[:1]))
+            if why is not None and not is_harmless and not _is_of_text(name):
                 yield Unread(option=f"{last[-60:]}()", value=f"line {node.lineno}", why=why)
             if any(item.arg == "optimizers" for item in node.keywords):
                 yield Unread(option="optimizers", value=f"line {node.lineno}", why=_METHODS["create_optimizer"])
