@@ -77,7 +77,9 @@ def dispatches(
     return path
 
 
-def operations(path: Path, *, marks: Marks = (), has_own_texts: bool = True) -> Path:
+def operations(
+    path: Path, *, devices: tuple[int, ...] = (2,), marks: Marks = (), has_own_texts: bool = True
+) -> Path:
     """Write a database as rocmProfileData does: schema 3, or 2 without a table of their own for arguments."""
     strings = ["", "KernelExecution", "CopyDeviceToHost", "UserMarker", "hipLaunchKernel", *(name for name, *_ in STEP)]
     texts = "rocpd_ustring" if has_own_texts else "rocpd_string"
@@ -88,9 +90,10 @@ def operations(path: Path, *, marks: Marks = (), has_own_texts: bool = True) -> 
         database.execute(f"CREATE TABLE rocpd_op (gpuId INTEGER, {timed}, description_id INTEGER, opType_id INTEGER)")
         database.execute(f"CREATE TABLE rocpd_api ({timed}, apiName_id INTEGER, args_id INTEGER)")
         database.executemany("INSERT INTO rocpd_string VALUES (?, ?)", enumerate(strings, 1))
-        rows = [(2, 1000 * start, 1000 * end, 6 + at, 2) for at, (_, start, end) in enumerate(STEP)]
-        rows.append((2, 1000 * COPY[0], 1000 * COPY[1], 1, 3))
-        database.executemany("INSERT INTO rocpd_op VALUES (?, ?, ?, ?, ?)", rows)
+        for device in devices:
+            rows = [(device, 1000 * start, 1000 * end, 6 + at, 2) for at, (_, start, end) in enumerate(STEP)]
+            rows.append((device, 1000 * COPY[0], 1000 * COPY[1], 1, 3))
+            database.executemany("INSERT INTO rocpd_op VALUES (?, ?, ?, ?, ?)", rows)
         for at, (name, start, end) in enumerate(marks, 100):
             database.execute(f"INSERT INTO {texts} VALUES (?, ?)", (at, name))
             database.execute("INSERT INTO rocpd_api VALUES (?, ?, 4, ?)", (1000 * start, 1000 * end, at))
@@ -128,6 +131,11 @@ def test_ranges_mark_steps_and_every_device_is_a_rank(tmp_path: Path, schema: in
         "device 1 of process 0",
     ]
     assert "no steps are marked" in read_traces([dispatches(tmp_path / "2_results.db")]).remarks[0]
+
+
+def test_devices_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    ranks = read_ranks(operations(tmp_path / "trace.rpd", devices=(10, 2)))
+    assert [rank.file.rpartition(", ")[2] for rank in ranks] == ["device 2 of process 0", "device 10 of process 0"]
 
 
 @pytest.mark.parametrize("has_own_texts", [True, False])

@@ -57,7 +57,11 @@ def test_rows_of_all_operations_are_converted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "damage"), [(2, "128x256"), (2, "128x256x64x1"), (2, b"128x256x64"), (3, "soon"), (3, -1.0)]
+    ("place", "damage"),
+    [
+        *((2, "128x256"), (2, "128x256x64x1"), (2, b"128x256x64"), (2, "128x256x64\n8x8x8")),
+        *((3, "soon"), (3, -1.0)),
+    ],
 )
 def test_a_damaged_row_leaves_the_others(place: int, damage: object) -> None:
     damaged = [*SOUND]

@@ -60,15 +60,16 @@ def read_database(path: Path) -> list[RankTrace]:
     check_number(path, sum(map(len, traced.spans.values())))
     if not traced.spans:
         raise InputError(f"{path}: no kernels of a device in it: trace with rocprofv3 --kernel-trace")
-    processes = list(dict.fromkeys(process for process, _ in sorted(traced.spans, key=str)))
+    places = sorted(traced.spans, key=lambda place: (str(place[0]), place[1]))
+    processes = list(dict.fromkeys(process for process, _ in places))
     return [
         summed(
-            str(path) if len(traced.spans) == 1 else f"{path}, device {device} of process {processes.index(process)}",
-            [(span, activity_of(span.name)) for span in of_device],
+            str(path) if len(places) == 1 else f"{path}, device {device} of process {processes.index(process)}",
+            [(span, activity_of(span.name)) for span in traced.spans[process, device]],
             [(mark, False) for mark in traced.marks.get(process, [])],
             has_devices=True,
         )
-        for (process, device), of_device in sorted(traced.spans.items(), key=str)
+        for process, device in places
     ]
 
 
@@ -136,7 +137,7 @@ def _ranges(database: sqlite3.Connection, tables: set[str]) -> Iterator[tuple[An
 def _message(text: Any) -> str:
     try:
         return str(json.loads(text)["message"]).strip()
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return ""
 
 

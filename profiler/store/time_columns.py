@@ -54,11 +54,14 @@ def _columns(operation: Operation, rows: Collection[Any], levels: Mapping[int, M
     except (TypeError, ValueError):
         return None
     # Up to 18 digits fit into 64 bits.
-    is_sound = re.fullmatch(rf"(?:(?:\d{{1,18}}x){{{len(names) - 1}}}\d{{1,18}}(?:\n|$))+", text) if names else None
+    line = rf"(?:[0-9]{{1,18}}x){{{len(names) - 1}}}[0-9]{{1,18}}"
+    is_sound = re.fullmatch(rf"(?:{line}(?:\n|$))+", text) if names else None
     if not is_sound or lengths_s.dtype != np.float64:
         return None
     sizes = np.fromstring(text.replace("\n", "x"), dtype=np.int64, sep="x").reshape(-1, len(names))
     least = np.array([name != "window" for name in names], dtype=np.int64)
+    if len(sizes) != len(lengths_s):  # a shape of several lines
+        return None
     if not ((sizes >= least).all() and (lengths_s >= 1 / MOST).all() and (lengths_s <= LONGEST_S).all()):
         return None
     machines, of_machine = np.unique(numbers, return_inverse=True)
