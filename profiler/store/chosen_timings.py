@@ -61,7 +61,7 @@ def choose_timings(
 ) -> ChosenTimings:
     """Select from the records of machines with a device; `levels` rate their similarity to the target machine.
 
-    Only from those of some operations, and of the same work as some rows, where these are given.
+    `operations` and `work`, rows of records, narrow the choice to these operations and to the work of these rows.
 
     The most similar machine wins, then the steadier mode of measurement.  Of its last `MAX_COMPARED` measurements the
     median counts, as machines have good and bad minutes; of imported ones the newest, then the fastest.  Only settled
@@ -79,31 +79,44 @@ def choose_timings(
         names = ("operation", "dtype", "work_hash")
         usable += [records.c[name].in_({getattr(row, name) for row in work}) for name in names]
     for level in sorted(set(levels.values())):
-        at_level = [number for number, level_of in levels.items() if level_of == level]
-        nearer = [number for number, level_of in levels.items() if level_of < level]
-        candidates = [records.c.fingerprint_id.in_(at_level), *usable, records.c.status.in_(("ok", *DISTURBED))]
-        if nearer:
-            served = select(records.c.work_hash).where(
-                records.c.fingerprint_id.in_(nearer), *usable, records.c.status == "ok"
-            )
-            candidates.append(records.c.work_hash.not_in(served))
-        of_work = records.c.work_hash
-        num_rows, num_works = connection.execute(
-            select(func.count(), func.count(of_work.distinct())).where(*candidates)
-        ).one()
-        if not num_rows:
-            continue
-        settled = select(records.c.id).where(*candidates, records.c.status == "ok")
-        if num_rows > num_works:
-            repeated = select(of_work).where(*candidates).group_by(of_work).having(func.count() > 1)
-            settled = settled.where(of_work.not_in(repeated))
-            compared = _median_rows(connection.execute(_compared(candidates, repeated)), unread, apart)
-            rows += (row[: len(TIMED)] for row in compared)
-        # By the number of rows, which is their order in the table: by index, each would be looked for there alone.
-        rows += connection.execute(select(*TIMED).where(records.c.id.in_(settled))).all()
+        rows += _rows_of(connection, _candidates(levels, level, usable), unread, apart)
     rows += (row[: len(TIMED)] for row in _stand_ins(connection, levels, usable))
     measurements = measurements_of(device, rows, levels, unread)
     return ChosenTimings(measurements=measurements, hosts_apart=tuple(apart), unread=frozenset(unread))
+
+
+def _candidates(
+    levels: Mapping[int, Match], level: Match, usable: Sequence[ColumnElement[bool]]
+) -> list[ColumnElement[bool]]:
+    """Return the conditions on records of machines at a level, of work that no more similar machine has measured."""
+    at_level = [number for number, level_of in levels.items() if level_of == level]
+    nearer = [number for number, level_of in levels.items() if level_of < level]
+    candidates = [records.c.fingerprint_id.in_(at_level), *usable, records.c.status.in_(("ok", *DISTURBED))]
+    if nearer:
+        is_served = (records.c.fingerprint_id.in_(nearer), *usable, records.c.status == "ok")
+        candidates.append(records.c.work_hash.not_in(select(records.c.work_hash).where(*is_served)))
+    return candidates
+
+
+def _rows_of(
+    connection: Connection, candidates: Sequence[ColumnElement[bool]], unread: set[str], apart: list[HostsApart]
+) -> list[Any]:
+    """Return one row of the columns `TIMED` for each work of the candidates; only repeated work is compared."""
+    work = records.c.work_hash
+    counts = select(func.count(), func.count(work.distinct())).where(*candidates)
+    num_rows, num_works = connection.execute(counts).one()
+    if not num_rows:
+        return []
+    rows: list[Any] = []
+    settled = select(records.c.id).where(*candidates, records.c.status == "ok")
+    if num_rows > num_works:
+        repeated = select(work).where(*candidates).group_by(work).having(func.count() > 1)
+        settled = settled.where(work.not_in(repeated))
+        compared = _median_rows(connection.execute(_compared(candidates, repeated)), unread, apart)
+        rows += (row[: len(TIMED)] for row in compared)
+    # By the number of rows, which is their order in the table: by index, each would be looked for there alone.
+    rows += connection.execute(select(*TIMED).where(records.c.id.in_(settled))).all()
+    return rows
 
 
 def _median_rows(rows: Iterable[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
