@@ -1,4 +1,4 @@
-"""Conditions that only a running shell decides: listed as mattering where what is started depends on them."""
+"""What is checked of launches in every format, above all conditions: they matter where the launch depends on them."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def test_a_branch_that_changes_the_plan_matters(tmp_path: Path) -> None:
 def test_a_branch_that_changes_nothing_priced_does_not_matter(tmp_path: Path) -> None:
     item = conditions(tmp_path, "if [ -f /etc/data ]; then DATA=b; else DATA=c; fi\n")["if [ -f /etc/data ]"]
     assert not item.matters
+    assert "the same either way" in item.why
 
 
 def test_the_other_branch_counts_too(tmp_path: Path) -> None:

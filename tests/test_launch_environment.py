@@ -23,6 +23,9 @@ from test_checks import TRAINING
         ("CUDA_LAUNCH_BLOCKING", "1", True),
         ("ACCELERATE_MIXED_PRECISION", "fp8", True),
         ("ACCELERATE_LOG_LEVEL", "info", False),
+        ("ACCELERATE_CONFIG_FILE", "zero3.yaml", False),
+        ("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP", True),
+        ("FSDP_SIZE", "8", False),
         ("WANDB_MODE", "offline", False),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from autoplan.api.launch_files import make_context
+from autoplan.frameworks.common.launch import Unread
 from autoplan.frameworks.launch_files import read_launch
 
 PROGRAM = """
@@ -21,10 +22,15 @@ arguments = TrainingArguments(output_dir="out", per_device_train_batch_size=2, b
 
 def listed(folder: Path, *, before: str = "", after: str = "", trainer: str = "Trainer") -> dict[str, str]:
     """Return the reasons by option of what matters and is not read of a program."""
+    return {item.option: item.why for item in unread_of(folder, before=before, after=after, trainer=trainer)}
+
+
+def unread_of(folder: Path, *, before: str = "", after: str = "", trainer: str = "Trainer") -> list[Unread]:
+    """Return what matters and is not read of a program."""
     path = folder / "train.py"
     path.write_text(PROGRAM.format(before=before, after=after, trainer=trainer))
     launch = read_launch(path, make_context(devices=8, seq_len=2048))
-    return {item.option: item.why for item in launch.unread if item.matters and item.option != "fsdp"}
+    return [item for item in launch.unread if item.matters and item.option != "fsdp"]
 
 
 def test_a_plain_program_lists_nothing(tmp_path: Path) -> None:
@@ -40,6 +46,22 @@ def test_frozen_weights_and_compiled_models_are_listed(tmp_path: Path) -> None:
 
 def test_weights_that_stay_trained_are_not_listed(tmp_path: Path) -> None:
     assert listed(tmp_path, after="model.requires_grad_(True)\nmodel.lm_head.weight.requires_grad = True") == {}
+
+
+def test_a_statement_of_several_lines_is_listed_once(tmp_path: Path) -> None:
+    (item,) = unread_of(tmp_path, after="\n".join(f"model.part{at}.requires_grad_(False)" for at in range(5)))
+    assert (item.option, item.value) == ("requires_grad_()", "lines 7, 8, 9, ...")
+
+
+def test_functions_of_other_libraries_are_not_listed(tmp_path: Path) -> None:
+    after = "import gc, multiprocessing, re\ngc.freeze()\nmultiprocessing.freeze_support()\nre.compile('a')"
+    assert listed(tmp_path, after=after) == {}
+
+
+def test_adapters_freeze_the_other_weights_as_is_priced(tmp_path: Path) -> None:
+    after = "model.requires_grad_(False)\nfrom peft import LoraConfig, get_peft_model\n"
+    after += "model = get_peft_model(model, LoraConfig(r=8, task_type='CAUSAL_LM'))"
+    assert "requires_grad_()" not in listed(tmp_path, after=after)
 
 
 def test_a_trainer_of_its_own_is_listed_by_what_it_replaces(tmp_path: Path) -> None:

@@ -77,9 +77,7 @@ def dispatches(
     return path
 
 
-def operations(
-    path: Path, *, devices: tuple[int, ...] = (2,), marks: Marks = (), has_own_texts: bool = True
-) -> Path:
+def operations(path: Path, *, devices: tuple[int, ...] = (2,), marks: Marks = (), has_own_texts: bool = True) -> Path:
     """Write a database as rocmProfileData does: schema 3, or 2 without a table of their own for arguments."""
     strings = ["", "KernelExecution", "CopyDeviceToHost", "UserMarker", "hipLaunchKernel", *(name for name, *_ in STEP)]
     texts = "rocpd_ustring" if has_own_texts else "rocpd_string"

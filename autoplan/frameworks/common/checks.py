@@ -1,4 +1,4 @@
-"""Checks of a launch that hold for every format: conditions that only a running shell decides, and the batch."""
+"""Checks of a launch in every format: the batch, what its model leaves out, conditions that a running shell decides."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from dataclasses import fields, replace
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.options import NOT_KNOWN, show
-from autoplan.frameworks.common.shell import FIRST_ROUND, UNDECIDED
+from autoplan.frameworks.common.shell import CASE, FIRST_ROUND, UNDECIDED
 from autoplan.readers.model import left_out
 
 MAX_TRIED = 16  # conditions that are tried both ways
+_NO_MATTER = f"{UNDECIDED}, and what is read is the same either way"
 # Words of an option or its value that tell of an encoder before a text model; in paths and names, too.
 _OF_IMAGES = re.compile(
     r"(?<![a-z])(vision|vlm|vit|vl|llava|multimodal|imagetextto\w*|image_(token|folder|max_pixels)\w*|audio|mm_\w+"
@@ -27,24 +28,27 @@ MAX_SHOWN = 3  # differences in a message
 
 def checked(reader: Reader, text: str, context: LaunchContext) -> Launch:
     """Read a launch; conditions that are not decided matter where the launch is another if they hold, or do not."""
-    launch = _with_encoder(_with_rest(_counted(reader.read(text, context)), context))
+    launch = _with_encoder(_with_left_out(_with_batch(reader.read(text, context)), context))
     undecided = [
         item for item in launch.unread if item.why == UNDECIDED and not item.matters and FIRST_ROUND not in item.option
     ]
-    found: dict[Unread, Unread] = {}
-    for item in undecided[:MAX_TRIED]:
-        for holds in (True, False):
-            if change := _change(reader, text, replace(context, assumed=(item.option, holds)), launch):
-                why = f"{UNDECIDED}; if it {'holds' if holds else 'does not hold'}: {change}"
-                found[item] = replace(item, why=why, matters=True)
-                break
-    if not found:
+    if not undecided:
         return launch
-    unread = (found.get(item, item) for item in launch.unread)
+    tried = {item: _tried(reader, text, context, launch, item) for item in undecided[:MAX_TRIED]}
+    unread = (tried.get(item, item) for item in launch.unread)
     return replace(launch, unread=tuple(sorted(unread, key=lambda item: not item.matters)))
 
 
-def _counted(launch: Launch) -> Launch:
+def _tried(reader: Reader, text: str, context: LaunchContext, launch: Launch, item: Unread) -> Unread:
+    """Return a condition with what it changes in the launch if it holds, or does not."""
+    for holds in (True, False):
+        if change := _change(reader, text, replace(context, assumed=(item.option, holds)), launch):
+            why = f"{UNDECIDED}; if it {'holds' if holds else 'does not hold'}: {change}"
+            return replace(item, why=why, matters=True)
+    return replace(item, why=UNDECIDED if item.option.startswith(CASE) else _NO_MATTER)
+
+
+def _with_batch(launch: Launch) -> Launch:
     """Return the launch, with a remark if its step is no whole number of micro-batches on every replica."""
     plan = launch.plan
     if plan.num_microbatches * plan.micro_batch * plan.dp == plan.global_batch:
@@ -54,11 +58,11 @@ def _counted(launch: Launch) -> Launch:
     return replace(launch, unread=(uneven, *launch.unread))
 
 
-def _with_rest(launch: Launch, context: LaunchContext) -> Launch:
+def _with_left_out(launch: Launch, context: LaunchContext) -> Launch:
     """Return the launch, with a remark on what a checkpoint has and its preset has not."""
-    if context.model is not None or not (rest := left_out(launch.model)):
+    if context.model is not None or not (part := left_out(launch.model)):
         return launch
-    why = f"{rest} of this checkpoint is not priced: pass --model with its config.json"
+    why = f"{part} of this checkpoint is not priced: pass --model with its config.json"
     return replace(launch, unread=(Unread(option="model", value=launch.model.checkpoint, why=why), *launch.unread))
 
 
@@ -66,8 +70,8 @@ def _with_encoder(launch: Launch) -> Launch:
     """Return the launch, with a remark if the file speaks of images or sound and the model is one of text alone."""
     if launch.model.stands_before_text:
         return launch
-    said = [*((item.option, item.value) for item in launch.unread), *launch.options]
-    for option, value in said:
+    settings = [*((item.option, item.value) for item in launch.unread), *launch.options]
+    for option, value in settings:
         is_off = value.casefold() in _OFF and "freeze" not in option
         if is_off or _OF_PLACES.search(option) or not _OF_IMAGES.search(f"{option} {value}"):
             continue

@@ -12,6 +12,12 @@ from collections.abc import Iterable, Mapping
 from autoplan.frameworks.common.launch import Unread
 
 _OFF = ("", "0", "false", "no", "off")
+_OF_ACCELERATE = (
+    r"ACCELERATE_(USE_(FSDP|DEEPSPEED|MEGATRON_LM|PARALLELISM_CONFIG|CPU)|MIXED_PRECISION|GRADIENT_ACCUMULATION_STEPS"
+    r"|DOWNCAST_BF16|TORCH_DEVICE|(DEEPSPEED|DYNAMO|FP8)_\w+)|PARALLELISM_CONFIG_\w+"
+    r"|FSDP_(VERSION|SHARDING_STRATEGY|RESHARD_AFTER_FORWARD|OFFLOAD_PARAMS|AUTO_WRAP_POLICY|MIN_NUM_PARAMS"
+    r"|IGNORED_MODULES|ACTIVATION_CHECKPOINTING(_OFFLOAD)?|FLOAT8_ALL_GATHER)"
+)
 # (names, why a value other than "off" matters)
 _WHEN_ON: tuple[tuple[str, str], ...] = (
     (r"NCCL_(P2P|IB|SHM)_DISABLE", "links are priced as used"),
@@ -19,7 +25,7 @@ _WHEN_ON: tuple[tuple[str, str], ...] = (
     (r"CUDA_LAUNCH_BLOCKING|(TORCH_)?NCCL_BLOCKING_WAIT", "the host is priced as running ahead of the device"),
     (r"(TORCH_COMPILE|TORCHDYNAMO)_DISABLE", "compiled functions are priced as compiled"),
     (r"NVTE_(DEBUG_QUANTIZATION|\w+_SM_MARGIN|WITH_NVSHMEM|CPU_OFFLOAD_V1)", "Transformer Engine is priced without it"),
-    (r"(ACCELERATE|FSDP|PARALLELISM_CONFIG)_\w+", "accelerate takes it for an option, which is not read"),
+    (_OF_ACCELERATE, "accelerate takes it for an option, which is not read"),
     (r"USE_(MCA|MEGATRON_BRIDGE|RAY|V1)", "LLaMA-Factory trains with other code, which is not read"),
 )
 # (names, why "off" matters)
@@ -29,9 +35,6 @@ _WHEN_OFF: tuple[tuple[str, str], ...] = (
     (r"NCCL_NVLS_ENABLE|NCCL_CUMEM_ENABLE", "links are priced as used"),
 )
 _NAMED = re.compile(r"(?<![\w$-])([A-Z][A-Z0-9_]{3,})[\"']?[ \t]*[=:][ \t]*[\"']?([^\s,;\"'}]*)")
-_HARMLESS = re.compile(
-    r"(ACCELERATE|FSDP)_(LOG_LEVEL|\w*DEBUG\w*|\w*TIMEOUT\w*|CPU_RAM_EFFICIENT_LOADING|DISABLE_RICH|PATH|DIR)"
-)
 
 
 def variables_in(words: Iterable[str]) -> dict[str, str]:
@@ -46,6 +49,6 @@ def unread_variables(environment: Mapping[str, str]) -> list[Unread]:
         is_off = value.strip().casefold() in _OFF
         table = _WHEN_OFF if is_off else _WHEN_ON
         why = next((why for names, why in table if re.fullmatch(names, name)), None)
-        if why is not None and not _HARMLESS.fullmatch(name):
+        if why is not None:
             found.append(Unread(option=name, value=value[:80], why=f"in the environment: {why}"))
     return found

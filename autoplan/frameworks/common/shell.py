@@ -33,6 +33,7 @@ _DIRECTIVES = {
     "--ntasks-per-node": _TASKS,
 }
 SUFFIXES = (".sh", ".slurm", ".sbatch", ".bash")  # of scripts
+CASE = "case "  # begins a choice among more than two branches
 FIRST_ROUND = " (the first round is read)"  # behind the name of a loop's variable
 _LAST = "start training with different arguments: the last one is read"
 UNDECIDED = "only known in a running shell"  # why a condition is listed
@@ -164,7 +165,7 @@ class _State:
                 status = self._do(command, depth) if runs and goes_on else None
                 if at < len(tokens) and tokens[at].raw in _LIST and tokens[at].kind == "operator":
                     if status is None and runs and goes_on and command and command[0].raw in ("[", "[[", "test"):
-                        status = self._undecided(command, f" {tokens[at].raw}")
+                        status = self._undecided(command, behind=f" {tokens[at].raw}")
                     # What is joined by && follows unless the first part is known to fail; || only where it is.
                     goes_on = goes_on and (status is not False if tokens[at].raw == "&&" else status is False)
         return at
@@ -210,10 +211,10 @@ class _State:
             at += 1
         return at
 
-    def _undecided(self, tokens: list[Token], joint: str) -> bool | None:
+    def _undecided(self, tokens: list[Token], before: str = "", behind: str = "") -> bool | None:
         """Note a condition that only a running shell decides; return what is assumed of it, if anything is."""
         words = " ".join(token.raw for token in tokens if token.raw.strip("\n;"))[:60]
-        condition = f"{joint}{words}" if joint.startswith("if") else f"{words}{joint}"
+        condition = f"{before}{words}{behind}"
         if self._assumed is not None and self._assumed[0] == condition:
             return self._assumed[1]
         self.open.append(condition)
@@ -245,7 +246,7 @@ class _State:
         subject = self._variables.text(tokens[at].raw) if at < len(tokens) else ""
         takes_first = False
         if is_open(subject):
-            condition = f"case {subject[:60]} (read as none of those that are named)"
+            condition = f"{CASE}{subject[:60]} (read as none of those that are named)"
             takes_first = self._assumed == (condition, True)
             self.open += [condition] * (not takes_first)
         at += 1

@@ -130,9 +130,8 @@ def _options(text: str, context: LaunchContext) -> Options:
             value = Unknown(text) if is_open(text) else parse_yaml(f"{pair[1]}: {text}", word)[pair[1]]
             arguments.append(Argument(pair[1], pair[2], pair[1], value))
     options = Options([*defaults.values(), *arguments], remarks=missing)
-    options.pass_over(
-        *(defaults.keys() - {argument.name for argument in arguments})
-    )  # those not known have no other value
+    # What only base.yml says are the defaults of MaxText, of keys that the reader does not know, too.
+    options.pass_over(*(defaults.keys() - {argument.name for argument in arguments}))
     return options
 
 

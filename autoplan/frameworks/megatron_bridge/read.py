@@ -109,9 +109,9 @@ _TRAINS = ("pretrain", "finetune", "distill")  # functions that take a configura
 MAX_DEPTH = 20
 DELETED = "takes a default away, which is priced as kept"  # ~NAME of Hydra
 _PYTHON = re.compile(r"^(\s*(import|from)\s+megatron|def \w+\(|from __future__)", re.MULTILINE)
-# Sections whose fields affect neither time nor memory, except for the fields listed above.
 # Samples in a sequence, to each of which attention is confined (data/builders, training/config.py).
 _PACKING = re.compile(r"dataset\.(\w+\.)*(enable_\w*packing|packed_sequence_size|inter_document_masking)$")
+# Sections whose fields affect neither time nor memory, except for the fields listed above.
 _HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
 
 

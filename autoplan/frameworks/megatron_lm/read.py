@@ -38,21 +38,12 @@ _SINCE_FLASH = (
 _IMPORTED = re.compile(r"^(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 # What Megatron-LM's own pretrain programs import, of all versions, and those of Megatron-DeepSpeed.
 _OF_MEGATRON = (
-    *(
-        "megatron",
-        "torch",
-        "numpy",
-        "deepspeed",
-        "packaging",
-        "transformer_engine",
-        "modelopt",
-        "nvidia_resiliency_ext",
-    ),
-    *("gpt_builders", "mamba_builders", "hybrid_builders", "model_provider", "pretrain_gpt"),
+    *("megatron", "torch", "numpy", "packaging", "deepspeed", "transformer_engine", "modelopt"),
+    *("nvidia_resiliency_ext", "gpt_builders", "mamba_builders", "hybrid_builders", "model_provider", "pretrain_gpt"),
 )
 MAX_NAMED = 6  # variables in a message
 _OTHER_NAMES = (".py", ".json", ".yaml", ".yml", ".toml", ".md")
-_NOT_DECODERS = re.compile(
+_OTHER_PROGRAMS = re.compile(
     r"bert|t5|retro|ict|vision|vlm|vit|llava|multimodal|mimo|diffusion|whisper|encoder|generat|infer|server|convert"
     r"|preprocess|checkpoint|partition|eval|export|quantiz|prune|distill|dataset|(?<![a-z])(dpo|kto|orpo|reward)(?![a-z])"
 )
@@ -173,7 +164,7 @@ def _other_program(before: Sequence[str]) -> str | None:
     if not before:
         return None
     folder, _, name = before[-1].rpartition("/")
-    kind = _NOT_DECODERS.search(name.casefold()) or _FOLDERS.fullmatch(folder.rpartition("/")[2])
+    kind = _OTHER_PROGRAMS.search(name.casefold()) or _FOLDERS.fullmatch(folder.rpartition("/")[2])
     if kind is not None or folder.endswith("tasks"):  # tasks/main.py evaluates and fine-tunes several kinds
         raise InputError(f"{before[-1][-60:]} ({kind[0] if kind else 'a task'}) trains no plain language model")
     return name
