@@ -198,11 +198,11 @@ def test_a_mixed_plan_has_a_page(searched: Path) -> None:
         (("estimate", "plan.json", "--verify-memory"), "--verify-memory does not support mixed clusters"),
         (
             ("search", "llama.json", *MIXED, "--sampler", "tpe", "--force"),
-            "by their bounds, which prove them: leave it out",
+            "--sampler tpe tries degrees on equal nodes",
         ),
         (
             ("search", "llama.json", *MIXED, "--workers", "2", "--study", "one"),
-            "--workers and --study: on a mixed cluster",
+            "--workers and --study: a mixed cluster is searched by one process",
         ),
         (("search", "llama.json", *MIXED, "--forbid", "zero2", "--force"), "unknown; did you mean sharding=zero2"),
         (("search", "llama.json", *MIXED, "--forbid", "a plan", "--force"), "unknown; known: partial_recompute"),

@@ -114,8 +114,9 @@ def test_a_deepspeed_file_that_is_not_at_hand_is_asked_for() -> None:
 
 
 def test_options_that_are_not_known_are_listed_and_harmless_ones_do_not_matter() -> None:
-    launch = of("--fsdp --frobnicate 3 --torch_compile true --optim galore_adamw --weight_decay 0.1")
-    assert matters(launch) == {"--frobnicate", "--torch_compile", "--optim"}
+    harmless = "--weight_decay 0.1 --shuffle_dataset true --data_num_workers 4"
+    launch = of(f"--fsdp --frobnicate 3 --torch_compile true --optim galore_adamw --full_determinism true {harmless}")
+    assert matters(launch) == {"--frobnicate", "--torch_compile", "--optim", "--full_determinism"}
     assert launch.training.optimizer == "adam"
 
 

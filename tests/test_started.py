@@ -156,3 +156,8 @@ def test_the_last_of_several_options_counts_where_a_sourced_file_gives_one(tmp_p
     text += "--tensor-model-parallel-size 2 --global-batch-size $GBS --tensor-model-parallel-size $OVERRIDE\n"
     assert launched(tmp_path, text).plan.tp == 8
     assert launched(tmp_path, text, OVERRIDE="4", GBS="512").plan.global_batch == 512
+
+
+def test_a_script_that_cannot_be_followed_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"submit\.sh: a script is nested more than \d+ deep"):
+        launched(tmp_path, "if [ -f x ]; then\n" * 40 + TRAIN + "fi\n" * 40)

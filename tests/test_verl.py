@@ -136,6 +136,20 @@ def test_micro_batches_of_tokens_and_what_goes_to_the_host_are_listed() -> None:
     assert matters(launch) == {"data.use_dynamic_bsz", "engine.param_offload"}
 
 
+@pytest.mark.parametrize(
+    ("setting", "usual", "other"),
+    [
+        ("model.use_fused_kernels", "False", "True"),
+        ("+engine.override_transformer_config.bias_activation_fusion", "True", "False"),
+        ("+engine.override_transformer_config.deallocate_pipeline_outputs", "True", "False"),
+    ],
+)
+def test_settings_that_no_plan_has_are_listed_where_they_differ(setting: str, usual: str, other: str) -> None:
+    script = "NODES=2\n" + SFT
+    assert matters(read(script.format(f"{setting}={usual}"), LaunchContext())) == set()
+    assert matters(read(script.format(f"{setting}={other}"), LaunchContext())) == {setting.removeprefix("+")}
+
+
 def test_an_actor_has_micro_batches_of_samples_unless_it_is_told() -> None:
     """use_dynamic_bsz is off by default in config/actor/actor.yaml, and on in sft_trainer_engine.yaml."""
     script = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.train_batch_size=256 \\

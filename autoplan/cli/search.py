@@ -224,13 +224,13 @@ def _check_mixed(typed: dict[str, Any]) -> None:
         ),
         (
             typed["sampler"] != "bound",
-            "--sampler tries degrees of equal nodes, which are cells of a study; plans of a mixed cluster are searched "
-            "by their bounds, which prove them: leave it out",
+            f"--sampler {typed['sampler']} tries degrees on equal nodes; plans of a mixed cluster are searched by "
+            "their bounds, which prove the best one: leave it out",
         ),
         (
             shared,
-            f"{' and '.join(shared)}: on a mixed cluster each structure is priced only if those before it leave it "
-            "open, by one process within seconds: leave out, or search a part alone, such as --cluster h100-sxm:8x8",
+            f"{' and '.join(shared)}: a mixed cluster is searched by one process, within seconds, as what it prices "
+            "next depends on the best plan so far: leave out, or search a part alone, such as --cluster h100-sxm:8x8",
         ),
     )
     refuse(refusals)

@@ -13,7 +13,7 @@ from autoplan.frameworks import plan_file, registry
 from autoplan.frameworks.common.checks import checked
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.common.shell import SUFFIXES, read_script
-from autoplan.frameworks.common.started import MAX_DEPTH, MAX_SCRIPTS, started_scripts
+from autoplan.frameworks.common.started import MAX_DEPTH, MAX_SCRIPTS, Started, started_scripts
 from autoplan.topology.cluster import ClusterSpec
 
 MAX_BYTES = 2**20  # a launch file is written by hand
@@ -39,7 +39,7 @@ def read_launch(path: Path, context: LaunchContext, target: str | None = None, *
     try:
         return _read(path, text, context, target)
     except InputError as error:
-        scripts = started_scripts(path, text, context) if path.suffix in SUFFIXES and depth < MAX_DEPTH else []
+        scripts = _started(path, text, context) if depth < MAX_DEPTH else []
         failures: list[InputError] = []
         # Each level tries half as many, so that scripts that start one another do not multiply.
         for started in scripts[: max(MAX_SCRIPTS >> depth, 1)]:
@@ -54,6 +54,14 @@ def read_launch(path: Path, context: LaunchContext, target: str | None = None, *
                 continue
             return replace(launch, unread=(*started.unread, *launch.unread))
         raise failures[0] if failures else error from None
+
+
+def _started(path: Path, text: str, context: LaunchContext) -> list[Started]:
+    """Return the scripts that one starts; none if it cannot be followed."""
+    try:
+        return started_scripts(path, text, context) if path.suffix in SUFFIXES else []
+    except InputError:
+        return []
 
 
 def _read(path: Path, text: str, context: LaunchContext, target: str | None) -> Launch:

@@ -65,6 +65,7 @@ ASSUMED: tuple[Option, ...] = (
     Assumed("ddp_bucket_cap_mb", (25, None), "priced as 25"),
     Assumed("spmd_2d_sharding", (None, 0), SPMD),
     Assumed("activation_offloading", (False, None), "activations are priced on the device"),
+    Assumed("full_determinism", (False, None), "a host that waits for every kernel, in a fixed order, is not priced"),
     Assumed("use_cpu", (False, None), "priced on the device"),
     Assumed("no_cuda", (False, None), "priced on the device"),
     Assumed("use_mps_device", (False, None), "priced on the device"),
@@ -100,9 +101,10 @@ HARMLESS = re.compile(
     r"|logging_\w+|log_\w+|log|report_to|run_name|project|trackio_\w+|wandb\w*|swanlab\w*|comet_\w+|mlflow_\w+|eval\w*"
     r"|evaluation_strategy|save\w*|push_to_hub|hub_\w+|load_best_model_at_end|metric_for_best_model|greater_is_better"
     r"|resume_from_checkpoint|dataloader_\w+|remove_unused_columns|ddp_(timeout|backend|broadcast_buffers)|local_rank"
-    r"|skip_memory_metrics|disable_tqdm|dataset\w*|data_(path|paths|dir|file|files|root|seed|name|config|mix\w*|num_\w+|ratio\w*|split\w*|cache\w*|version)|train_file|validation_file|prediction_loss_only"
+    r"|skip_memory_metrics|disable_tqdm|(shuffle_)?dataset\w*|train_file|validation_file|prediction_loss_only"
+    r"|data_(paths?|dir|files?|root|seed|name|config|mix\w*|num_\w+|ratio\w*|split\w*|cache\w*|version)"
     r"|preprocessing_num_workers|max_(train|eval|predict)?_?samples|cache_dir|trust_remote_code|model_revision"
-    r"|use_fast_tokenizer|tokenizer\w*|template|chat_template\w*|system\w*|plot_loss|include_\w+|full_determinism"
+    r"|use_fast_tokenizer|tokenizer\w*|template|chat_template\w*|system\w*|plot_loss|include_\w+"
     r"|per_device_eval_batch_size|(bf|fp)16_full_eval|neftune_noise_alpha|gradient_checkpointing_kwargs|ignore_data_skip|length_column_name"
     r"|average_tokens_across_devices|debug|truncation_mode|overwrite_cache|adapter_name_or_path|token"
     r"|fsdp_transformer_layer_cls_to_wrap|packing_strategy|pad_token|eos_token|special_tokens|tokens|completion_only_loss|assistant_only_loss)$"

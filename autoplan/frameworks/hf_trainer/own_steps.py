@@ -63,8 +63,9 @@ def own_steps(tree: ast.Module, source: str, beside: Callable[[str], str | None]
             yield from _overridden(node)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from _imported(node, beside)
-    for (option, why), numbers in lines.items():
-        shown = ", ".join(map(str, sorted(numbers)[:MAX_LINES])) + ", ..." * (len(numbers) > MAX_LINES)
+    for (option, why), found in lines.items():
+        numbers = sorted(set(found))
+        shown = ", ".join(map(str, numbers[:MAX_LINES])) + ", ..." * (len(numbers) > MAX_LINES)
         yield Unread(option=option, value=f"{'line' if len(numbers) == 1 else 'lines'} {shown}", why=why)
 
 

@@ -44,17 +44,23 @@ _WORD = re.compile(r"(\+{0,2})([\w.@/]+)=(.*)", re.DOTALL)
 _FIELDS = {path.partition(".")[2]: name for name, path in BRIDGE_FIELDS.items() if path.startswith("model.")}
 _HARMLESS = re.compile(
     r"(trainer|profiler|global_profiler|model_engine|checkpoint|algorithm|reward\w*|critic|ray_kwargs)\b|data\.(?!train_batch|max_|micro)|engine$|optim$|model$"
-    r"|optim\.(lr|min_lr|weight_decay|betas|clip_grad|lr_\w+)|model\.(path|trust_remote_code|lora\.alpha|use_remove_padding)"
+    r"|optim\.(lr|min_lr|weight_decay|betas|clip_grad|lr_\w+)|model\.(path|trust_remote_code|lora\.alpha|use_remove_padding"
+    r"|override_config\.model_config\.max_position_embeddings)"
     r"|engine\.(use_mbridge|vanilla_mbridge|seed|use_dist_checkpointing|dist_checkpointing_\w+)"
     r"|actor_rollout_ref\.(rollout|ref|hybrid_engine|nccl_timeout)|actor_rollout_ref\.actor\.(_target_|strategy|ppo_epochs"
     r"|clip_ratio|policy_loss|loss_agg_mode|loss_scale_factor|kl_loss_|use_kl_loss|shuffle|data_loader_seed|checkpoint"
     r"|optim|profiler|rollout_n|tis_|grad_clip|load_weight|use_torch_compile|fsdp|calculate_entropy|ppo_max_token_len)"
 )
 _ACTOR = "actor_rollout_ref.actor."
-_ASSUMED = (  # settings of an actor's loss (trainer/config/actor/actor.yaml)
+_FUSED_LOSS = "the loss is priced with whole logits"
+_ASSUMED = (  # of trainer/config/actor/actor.yaml, trainer/config/model/hf_model.yaml and Megatron-Core's own classes
     Assumed(f"{_ACTOR}entropy_coeff", (0, 0.0, None), "the loss is priced without the entropy of the logits"),
     Assumed(f"{_ACTOR}freeze_vision_tower", (False, None), "all weights are priced as trained"),
-    Assumed(f"{_ACTOR}use_fused_kernels", (False, None), "the loss is priced with whole logits"),
+    Assumed(f"{_ACTOR}use_fused_kernels", (False, None), _FUSED_LOSS),
+    Assumed("model.use_fused_kernels", (False, None), _FUSED_LOSS),
+    Assumed("bias_activation_fusion", (True, None), "priced with a fused activation"),
+    Assumed("deallocate_pipeline_outputs", (True, None), "what a stage has sent is priced as freed"),
+    Assumed("persist_layer_norm"),  # Transformer Engine's norms have one kernel
 )
 
 
