@@ -176,8 +176,8 @@ def _finetuning(options: Options) -> FineTuning | None:
     )
 
 
-def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Precision) -> ParallelPlan:
-    table, steps = options.inside("distributed"), options.inside("step_scheduler")
+def _degrees(table: Options, num_devices: int) -> tuple[Fields, int, int]:
+    """Return (degrees, data-parallel size, copies of the shards) of section `distributed`."""
     for key, argument in list(table.arguments.items()):  # "none" means not set
         if argument.value in ("none", "None"):
             table.arguments.pop(key)
@@ -193,6 +193,12 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
     copies = degrees.pop("dp_replicate") or 1
     if dp % copies:
         raise InputError(f"dp_replicate_size {copies} does not divide the {dp} replicas")
+    return degrees, dp, copies
+
+
+def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Precision) -> ParallelPlan:
+    table, steps = options.inside("distributed"), options.inside("step_scheduler")
+    degrees, dp, copies = _degrees(table, num_devices)
     strategy = table.text("strategy", "fsdp2")
     if strategy not in ("fsdp2", "ddp", "megatron_fsdp"):
         raise InputError(f"strategy {show(strategy)} is not one of fsdp2, ddp, megatron_fsdp")

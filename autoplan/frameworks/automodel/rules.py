@@ -1,4 +1,4 @@
-"""Rules on the plans of NeMo AutoModel: the rules of torchtitan, whose building blocks it uses, plus DeepEP."""
+"""Rules on the plans of NeMo AutoModel: those of torchtitan, whose building blocks it uses, its dispatchers and DDP."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.spec.axes import offered
 from autoplan.spec.enums import MainWeights, ReduceType, Sharding
 
-EXTRAS = offered("automodel")  # its dispatcher: components/models/common/utils.py:301
+EXTRAS = offered("automodel")  # its dispatchers: components/models/common/utils.py:301
 # Copies are DDP's, which knows no types: products take that of the weights, and reductions that of the gradients.
 COPIES_HAVE_ONE_TYPE = Rule(
     source="components/distributed/ddp.py, DDPManager.parallelize",

@@ -28,7 +28,7 @@ from autoplan.spec.plan_file import PlanFile
 # Sections that affect neither time nor memory, or that are not part of a plan.
 ASIDE = (
     *("hf_assets_path", "dump_folder", "profiler", "profiling", "metrics", "tokenizer", "dataloader"),
-    *("lr_scheduler", "checkpoint", "comm", "validator", "validation", "job", "loss"),
+    *("lr_scheduler", "checkpoint", "comm", "validator", "validation", "loss"),
 )
 CONVERTERS = {"fp8": "Float8", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}  # prefixes of class names in 0.3
 OLD_CONVERTERS = {"fp8": "float8", "mxfp8": "mx"}  # in 0.2
@@ -38,8 +38,7 @@ POLICY_KEYS = ("mode", "selective_ac_option", "preserve_rng_state", "determinism
 
 # Keys of the model that are read, or cost nothing; forks have others, which may make it another one.
 MODEL_KEYS = (
-    *("name", "flavor", "converters", "hf_assets_path", "tokenizer_path", "tokenizer"),
-    "print_after_conversion",
+    *("name", "flavor", "converters", "hf_assets_path", "tokenizer_path", "tokenizer", "print_after_conversion"),
 )
 
 # -- batch and sequence -----------------------------------------------------------------------------------------------
@@ -149,6 +148,19 @@ _DEBUGGING = (
     Assumed("spmd_typechecking", (False,), "checks of types are not priced"),
 )
 _COMPILATION = (Assumed("backend", ("inductor",), "priced as compiled by inductor"),)
+
+
+def remark_own_settings(options: Options) -> None:
+    """Remark on settings of forks and of programs that use torchtitan."""
+    model, experimental, job = (options.inside(name) for name in ("model", "experimental", "job"))
+    model.pass_over(*MODEL_KEYS)
+    if model.is_other("norm_type", "rmsnorm"):
+        model.remark("norm_type", "the norms of the model are priced as torchtitan's own")
+    experimental.pass_over("custom_import")
+    for section, module in ((experimental, "custom_args_module"), (job, "custom_config_module")):
+        if section.value(module):
+            section.remark(module, "a program's own settings are not read")
+    job.pass_over(*job.arguments)
 
 
 def read_assumed(options: Options) -> None:

@@ -34,7 +34,6 @@ from autoplan.frameworks.torchtitan.families import model_of, num_mtp_layers_of
 from autoplan.frameworks.torchtitan.options import (
     ASIDE,
     CONVERTERS,
-    MODEL_KEYS,
     OFFLOAD,
     OLD_CONVERTERS,
     POLICIES,
@@ -48,6 +47,7 @@ from autoplan.frameworks.torchtitan.options import (
     read_pipeline,
     read_sequence,
     read_sharding,
+    remark_own_settings,
 )
 from autoplan.frameworks.torchtitan.tuning import CONVERTER, finetuning_of
 from autoplan.readers.model import load_model
@@ -373,18 +373,8 @@ def _launch(content: Content, context: LaunchContext) -> Launch:
         raise InputError("the model cannot be read from the file: pass --model")
     options = Options.of_table(content.options)
     options.pass_over(*ASIDE, "quantize")
-    of_model = options.inside("model")
-    of_model.pass_over(*MODEL_KEYS)
-    if of_model.is_other("norm_type", "rmsnorm"):
-        of_model.remark("norm_type", "the norms of the model are priced as torchtitan's own")
+    remark_own_settings(options)
     options.inside("activation_checkpoint").pass_over(*POLICY_KEYS)
-    options.inside("experimental").pass_over("custom_import")
-    if options.inside("experimental").has("custom_args_module"):
-        options.inside("experimental").remark("custom_args_module", "a program's own settings are not read")
-    if isinstance(job := content.options.get("job"), dict) and job.get("custom_config_module"):
-        why = "a program's own settings are not read"
-        module = str(job["custom_config_module"])
-        options.remarks.append(Unread(option="job.custom_config_module", value=module, why=why))
     training, parallelism, compiling = (options.inside(name) for name in ("training", "parallelism", "compile"))
     options.remarks += (item for item in content.unread if not (context.model and item.option == "model.flavor"))
     compiled = _compiled(compiling)
