@@ -338,6 +338,32 @@ enable_async_tensor_parallel = true
         read(text.replace("llama3", "flux"), LaunchContext())
 
 
+@pytest.mark.parametrize(("switch", "precision"), [("true", "fp8"), ("false", "bf16")])
+def test_products_in_8_bits_have_a_switch_of_their_own_before_02(switch: str, precision: str) -> None:
+    text = f"""
+[model]
+flavor = "8B"
+[training]
+batch_size = 2
+warmup_steps = 200
+data_parallel_shard_degree = 8
+[float8]
+enable_float8_linear = {switch}
+"""
+    launch = read(text, LaunchContext(num_devices=8, seq_len=2048))
+    assert launch.plan.precision == precision
+    assert not {"float8", "training.warmup_steps"} & matters(launch)
+
+
+def test_options_of_a_section_in_a_section_are_read_from_a_command_line(tmp_path: Path) -> None:
+    text = '[model]\nflavor = "8B"\nconverters = ["float8"]\n[training]\nlocal_batch_size = 2\nseq_len = 8192\n'
+    (tmp_path / "llama.toml").write_text(text)
+    command = "CONFIG_FILE=llama.toml NGPU=8 ./run_train.sh --quantize.linear.float8.recipe_name rowwise"
+    launch = read(command, LaunchContext(folder=tmp_path))
+    assert launch.plan.fp8_scaling == "rowwise"
+    assert not {"module", "config", "quantize.linear.float8"} & matters(launch)
+
+
 @pytest.mark.parametrize(("norm", "unread"), [("rmsnorm", 0), ("layernorm", 1)])
 def test_keys_of_a_model_that_torchtitan_does_not_have_are_listed(norm: str, unread: int) -> None:
     text = f"""

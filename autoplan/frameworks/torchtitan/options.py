@@ -176,7 +176,15 @@ def read_assumed(options: Options) -> None:
     replacements.pass_over(*replacements.arguments)
     optimizer.pass_over("lr", "eps", "beta1", "beta2", "weight_decay")
     training.pass_over(
-        "steps", "max_norm", "gc_freq", "gc_debug", "dataset", "dataset_path", "seq_len", "max_context_length"
+        "steps",
+        "warmup_steps",
+        "max_norm",
+        "gc_freq",
+        "gc_debug",
+        "dataset",
+        "dataset_path",
+        "seq_len",
+        "max_context_length",
     )
 
 

@@ -49,6 +49,7 @@ from autoplan.frameworks.torchtitan.options import (
     read_sharding,
     remark_own_settings,
 )
+from autoplan.frameworks.torchtitan.tables import changed, moved
 from autoplan.frameworks.torchtitan.tuning import CONVERTER, finetuning_of
 from autoplan.readers.model import load_model
 from autoplan.spec.enums import AttentionKernel, ChunkedLoss, Fp8Scaling
@@ -56,10 +57,6 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
-
-# Keys that [training] and [experimental] have before 0.2.
-_RENAMED = {"batch_size": "training.local_batch_size", "compile": "compile.enable"}
-_OF_PARALLELISM = re.compile(r"(data|tensor|context|pipeline|expert)_parallel_\w+|enable_async_tensor_parallel")
 
 
 @dataclass(slots=True)
@@ -128,19 +125,8 @@ def _of_flavor(family: str, flavor: str) -> ModelSpec | None:
 # -- version 0.2 ------------------------------------------------------------------------------------------------------
 
 
-def _moved(table: dict[str, Any]) -> dict[str, Any]:
-    """Return the table with the options of versions before 0.2 where 0.2 has them."""
-    result, moved = dict(table), dict[str, Any]()
-    for name in ("training", "experimental"):
-        section = Options.of_table(table).inside(name).arguments
-        places = {key: f"parallelism.{key}" if _OF_PARALLELISM.fullmatch(key) else _RENAMED.get(key) for key in section}
-        moved |= {place: section[key].value for key, place in places.items() if place}
-        result[name] = {key: section[key].value for key, place in places.items() if not place}
-    return _changed(result, moved)
-
-
 def _of_toml(table: dict[str, Any]) -> Content:
-    table = _moved(table)
+    table = moved(table)
     model_section = Options.of_table(table).inside("model")
     family, flavor = model_section.value("name") or "llama3", model_section.value("flavor") or "debugmodel"
     if family == "flux":
@@ -292,27 +278,18 @@ def _of_script(text: str, context: LaunchContext) -> Content:
         after = [*config_options(variables), *after]
     options, policy, unread = parse_words(after)
     old = str(options.pop(OLD_FILE, None) or variables.get("CONFIG_FILE", ""))
+    module, config = options.pop("module", None), options.pop("config", None)
     if old:
-        content = _of_toml(_changed(_toml_beside(old, context), options))
+        content = _of_toml(changed(_toml_beside(old, context), options))
     else:
-        content = _base(options.pop("module", None), options.pop("config", None), context)
+        content = _base(module, config, context)
         policy = policy or options.get("activation_checkpoint.mode")  # before a policy was a subcommand
-        _changed(content.options, options)
+        changed(content.options, options)
     if policy is not None:
         content.recompute = policy
     content.unread += [*unread, *script.unread()]
     content.num_devices = num_devices_of(before, variables)
     return content
-
-
-def _changed(table: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the table updated with command-line options, by their dotted names."""
-    for dotted, value in options.items():
-        section, _, key = dotted.rpartition(".")
-        inside = table.setdefault(section, {}) if section else table
-        if isinstance(inside, dict):
-            inside[key] = value
-    return table
 
 
 def _toml_beside(name: str, context: LaunchContext) -> dict[str, Any]:
