@@ -31,6 +31,7 @@ FULL: dict[str, Any] = {
     "gradient_checkpointing": True,
     "datasets": [{"path": "x", "type": "alpaca"}],
 }
+COSTLESS = {"loss_watchdog_threshold": 5.0, "loss_watchdog_patience": 3}
 FSDP2 = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True, "offload_params": False}}
 
 
@@ -39,7 +40,7 @@ def of(devices: int = 16, **settings: Any) -> Launch:
 
 
 def test_a_configuration_is_read() -> None:
-    launch = of(**FSDP2)
+    launch = of(**FSDP2, **COSTLESS)
     assert recognises("fft.yml", yaml.safe_dump(FULL))
     assert (launch.target, launch.framework, launch.model.name) == ("axolotl", "transformers", "llama3.1-8b")
     plan = launch.plan

@@ -745,11 +745,14 @@ def test_options_of_forks_that_need_no_pricing_are_no_open_question() -> None:
     """Options of TurkuNLP/Megatron-DeepSpeed, as its scripts on LUMI have them."""
     splits = "--train-weighted-split-paths-path train.txt --valid-weighted-split-paths-path valid.txt"
     text = ECHOED.replace("--zero-stage 1", f"--zero-stage 1 --embed-layernorm {splits} --valid-num-workers 0")
-    text = text.replace("--bf16", "--bf16 --train-tokens 300000000000 --calculate-per-token-loss")
+    text = text.replace(
+        "--bf16", "--bf16 --train-tokens 300000000000 --calculate-per-token-loss --stderr-sink-level DEBUG"
+    )
     launch = megatron_lm.READER.read(text, LaunchContext())
     assert [item.why for item in launch.unread if item.option == "--embed-layernorm"] == ["not priced"]
     assert not matters(launch) & {"--train-weighted-split-paths-path", "--valid-weighted-split-paths-path"}
     assert not matters(launch) & {"--valid-num-workers", "--train-tokens", "--calculate-per-token-loss"}
+    assert "--stderr-sink-level" not in matters(launch)  # of Primus
 
 
 def test_one_head_of_keys_and_values_of_bigcode_is_read() -> None:

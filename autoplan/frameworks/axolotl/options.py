@@ -47,13 +47,8 @@ COSTLESS = (
     *("xformers_attention", "strict", "special_tokens", "tokens", "val_set_size"),
     *("test_datasets", "pretraining_dataset", "shuffle_merged_datasets", "evals_per_epoch", "saves_per_epoch"),
     *("auto_resume_from_checkpoints", "num_epochs", "train_on_inputs", "base_model_config", "model_type"),
-    *(
-        "pad_to_sequence_len",
-        "eval_sample_packing",
-        "is_llama_derived_model",
-        "early_stopping_patience",
-        "chat_template",
-    ),
+    *("pad_to_sequence_len", "eval_sample_packing", "is_llama_derived_model", "chat_template"),
+    *("early_stopping_patience", "loss_watchdog_threshold", "loss_watchdog_patience"),
     *("save_safetensors", "cosine_min_lr_ratio", "cosine_constant_lr_ratio", "torchao_quantization", "weight_decay"),
     *("roles_to_train", "default_system_message", "loraplus_lr_ratio", "processor_type", "skip_prepare_dataset"),
 )

@@ -35,11 +35,7 @@ KERNEL_WORDS = {
     AttentionKernel.UNFUSED: "disabled",
 }
 COSTLESS = (
-    "use_reentrant_gc",
-    "rope_scaling",
-    "image_max_pixels",
-    "video_max_pixels",
-    "predict_with_generate",
-    "infer_backend",
-    "fsdp_transformer_layer_cls_to_wrap",
+    *("use_reentrant_gc", "rope_scaling", "image_max_pixels", "video_max_pixels", "predict_with_generate"),
+    *("infer_backend", "fsdp_transformer_layer_cls_to_wrap"),
+    *("pissa_init", "pissa_iter", "pissa_convert"),  # how adapters begin, and are saved
 )

@@ -408,7 +408,7 @@ HARMLESS = re.compile(
     r"|group_topk|pre_softmax|enable_expert_bias|bias_update_rate|force_load_balancing|force_biased)|moe_per_layer_logging"
     r"|mtp_loss_\w+|attention_softmax_in_fp32|enable_experimental|accumulate_allreduce\w*|(no_)?add_position_embedding"
     r"|add_class_\w+|fp8_(amax\w*|margin|interval)|(use_)?te_rng_tracker|glu_linear\w*|enable_gpt_oss|auto_continue_train"
-    r"|calculate_per_token_loss|comment|no_persist_layer_norm|stderr_sink|disable_(tensorboard|wandb|mlflow|last_saving)\w*|env_vars|dump_\w+"
+    r"|calculate_per_token_loss|comment|no_persist_layer_norm|stderr_sink_level|disable_(tensorboard|wandb|mlflow|last_saving)\w*|env_vars|dump_\w+"
 )
 
 # -- all of them ------------------------------------------------------------------------------------------------------
