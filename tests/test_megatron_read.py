@@ -755,6 +755,11 @@ def test_options_of_forks_that_need_no_pricing_are_no_open_question() -> None:
     assert "--stderr-sink-level" not in matters(launch)  # of Primus
 
 
+def test_a_command_that_trains_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match="--skip-train: nothing is trained: leave it out"):
+        megatron_lm.READER.read(ECHOED.replace("--bf16", "--bf16 --skip-train"), LaunchContext())
+
+
 def test_one_head_of_keys_and_values_of_bigcode_is_read() -> None:
     """--attention-head-type of bigcode-project/Megatron-LM."""
     text = ECHOED.replace("--bf16", "--bf16 --attention-head-type multiquery")

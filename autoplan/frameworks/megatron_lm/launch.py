@@ -20,7 +20,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.training import TrainingSpec
 
-_LARGE_MASK_BYTES = 2**28
+_LARGE_MASK_BYTES = 2**28  # smaller ones are not worth a remark
 
 
 def launch_of(
@@ -38,8 +38,9 @@ def launch_of(
 
     `makes_masks` tells whether the data loader makes masks of attention scores unless it is told otherwise.
     """
-    if nothing := next((key for key in ("skip_train", "eval_only", "debug_rollout_only") if arguments.flag(key)), None):
-        raise InputError(f"{arguments.name(nothing)}: nothing is trained")
+    for key in ("skip_train", "eval_only", "debug_rollout_only"):
+        if arguments.flag(key):
+            raise InputError(f"{arguments.name(key)}: nothing is trained: leave it out")
     seq_len = context.seq_len or arguments.optional_count("seq_length")
     arguments.value("seq_length")
     if seq_len is None:

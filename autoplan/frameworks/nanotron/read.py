@@ -66,8 +66,8 @@ def read(text: str, context: LaunchContext) -> Launch:
     else:
         model = context.model
         config.pass_over(*config.arguments)
-        for key in [key for key, argument in config.arguments.items() if _is_model(argument.value, key)]:
-            config.remark(key, "a model in the model, of which --model says all that is priced")
+        for key in [key for key, argument in config.arguments.items() if _is_model(key, argument.value)]:
+            config.remark(key, "a model within the model: only what --model says is priced")
     model_options.pass_over("init_method")
     for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop"):
         if config.is_other(key, 0):
@@ -81,7 +81,9 @@ def read(text: str, context: LaunchContext) -> Launch:
     tables = [stage for stage in stages if isinstance(stage, dict)] if isinstance(stages, list) else []
     lengths = {str(stage.get("sequence_length")) for stage in tables}
     if others := sorted(lengths - {"None", str(seq_len)}):
-        options.remark("data_stages", f"samples of {', '.join(others)[:60]} tokens, where tokens say {seq_len}")
+        options.remark(
+            "data_stages", f"a stage has samples of {', '.join(others)[:60]} tokens, those of {seq_len} are priced"
+        )
     plan = replace(plan, **DTYPE.read(model_options))
     if context.num_devices not in (None, plan.num_devices):
         raise InputError(f"parallelism starts {plan.num_devices} devices, not {context.num_devices}: change its dp")
@@ -161,8 +163,8 @@ def _experts(config: Options, num_layers: int) -> Experts | None:
     raise InputError("model.model_config.moe_config.layers must be all from one on, or every n-th, in order")
 
 
-def _is_model(value: Any, key: str) -> bool:
-    """Return whether a value describes a model of its own, such as an encoder of images."""
+def _is_model(key: str, value: Any) -> bool:
+    """Return whether the value of a key describes a model of its own, such as an encoder of images."""
     return isinstance(value, dict) and key.endswith("_config") and key not in ("text_config", "moe_config")
 
 
