@@ -222,6 +222,11 @@ def test_types_that_are_not_priced_are_listed() -> None:
     assert (launch.plan.main_weights, of().plan.main_weights) == ("fp32", "bf16")
 
 
+@pytest.mark.parametrize(("is_on", "unread"), [(False, set()), (True, {"compile.enabled"})])
+def test_a_model_that_is_compiled_is_listed(is_on: bool, unread: set[str]) -> None:
+    assert matters(of(compile={"enabled": is_on, "mode": "default", "backend": None})) == unread
+
+
 def test_scales_that_are_not_priced_are_listed() -> None:
     assert (
         matters(of(fp8={"enabled": True, "recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True})) == set()

@@ -109,7 +109,7 @@ def test_what_is_not_priced_is_listed_or_refused() -> None:
     launch = of(more="use_galore: true\ngalore_rank: 128\nenable_liger_kernel: true\nmixture_of_depths: convert\n")
     assert {"use_galore", "galore_rank", "enable_liger_kernel", "mixture_of_depths"} <= matters(launch)
     assert "cutoff_len" in matters(of(("packing: true\n", "")))
-    assert not {"pissa_init", "pissa_iter"} & matters(of(more="pissa_init: true\npissa_iter: 16\n"))
+    assert not {"pissa_init", "val_size"} & matters(of(more="pissa_init: true\nval_size: 0.1\n"))
     for old, new, says in (
         ("stage: sft", "stage: kto", "stage 'kto'"),
         ("finetuning_type: lora", "finetuning_type: oft", "finetuning_type 'oft'"),

@@ -777,8 +777,10 @@ def test_states_of_bf16_in_a_pipeline_of_deepspeed_are_sharded_in_stage_0_too() 
 def test_experts_of_megatron_deepspeed_are_not_taken_for_those_of_megatron() -> None:
     with pytest.raises(InputError, match="the experts of Megatron-DeepSpeed are not read"):
         megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 64"), LaunchContext())
-    dense = megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", "--bf16 --num-experts 1"), LaunchContext())
+    of_experts = "--num-experts 1 --moe-expert-parallel-size 1 --moe-loss-coeff 0.1 --create-moe-param-group"
+    dense = megatron_lm.READER.read(WITH_DEEPSPEED.replace("--bf16", f"--bf16 {of_experts}"), LaunchContext())
     assert dense.model.moe is None
+    assert not [option for option in matters(dense) if "moe" in option]
 
 
 def test_a_program_that_starts_recipes_is_none() -> None:

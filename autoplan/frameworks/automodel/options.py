@@ -34,6 +34,8 @@ DISTRIBUTED: tuple[Option, ...] = (
     Assumed("defer_fsdp_grad_sync", (True, None), "gradients are priced as reduced once a step"),
     Assumed("defer_rs_grad_accum", (True, None), "gradients are priced as reduced once a step"),
 )
+# Section `compile` (components/utils/compile_utils.py).
+COMPILATION: tuple[Option, ...] = (Assumed("enabled", (False, None), "priced as not compiled"),)
 # Section `fp8`: what is priced of torchao's scales (components/quantization/fp8.py).
 SCALES: tuple[Option, ...] = (
     Assumed("recipe_name", ("tensorwise", None), "one scale a matrix is priced"),

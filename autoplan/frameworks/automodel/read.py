@@ -8,6 +8,7 @@ from typing import Any
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.automodel.options import (
+    COMPILATION,
     COSTLESS,
     DEGREES,
     DISPATCHERS,
@@ -74,10 +75,11 @@ def read(text: str, context: LaunchContext) -> Launch:
         optimizer.remark("foreach", "priced as on")
     optimizer.pass_over("lr", "betas", "eps", "weight_decay", "fused", "foreach", "adam_w_mode", "bias_correction")
     optimizer.pass_over("_target_", "capturable", "amsgrad", "maximize", "differentiable")
-    loss, dataset = options.inside("loss_fn"), options.inside("dataset")
+    loss, dataset, compiling = (options.inside(name) for name in ("loss_fn", "dataset", "compile"))
     if not str(loss.value("_target_", _LOSS)).endswith(_LOSS):
         loss.remark("_target_", "priced with whole logits")
-    for section in (loss, dataset):
+    remark_assumed(COMPILATION, compiling)
+    for section in (loss, dataset, compiling):
         section.pass_over(*section.arguments)
     return Launch(
         target="automodel",

@@ -106,7 +106,7 @@ HARMLESS = re.compile(
     r"|preprocessing_num_workers|max_(train|eval|predict)?_?samples|cache_dir|trust_remote_code|model_revision"
     r"|use_fast_tokenizer|tokenizer\w*|template|chat_template\w*|system\w*|plot_loss|include_\w+"
     r"|per_device_eval_batch_size|(bf|fp)16_full_eval|neftune_noise_alpha|gradient_checkpointing_kwargs|ignore_data_skip|length_column_name"
-    r"|average_tokens_across_devices|debug|truncation_mode|overwrite_cache|adapter_name_or_path|token"
+    r"|average_tokens_across_devices|debug|truncation_mode|router_aux_loss_coef|overwrite_cache|adapter_name_or_path|token"
     r"|fsdp_transformer_layer_cls_to_wrap|packing_strategy|pad_token|eos_token|special_tokens|tokens|completion_only_loss|assistant_only_loss)$"
 )
 

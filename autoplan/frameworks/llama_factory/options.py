@@ -36,6 +36,6 @@ KERNEL_WORDS = {
 }
 COSTLESS = (
     *("use_reentrant_gc", "rope_scaling", "image_max_pixels", "video_max_pixels", "predict_with_generate"),
-    *("infer_backend", "fsdp_transformer_layer_cls_to_wrap"),
+    *("infer_backend", "val_size", "fsdp_transformer_layer_cls_to_wrap"),
     *("pissa_init", "pissa_iter", "pissa_convert"),  # how adapters begin, and are saved
 )

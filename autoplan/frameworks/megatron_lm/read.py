@@ -91,7 +91,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     if is_with_slime(arguments):
         devices = with_slime.translate(arguments) or devices
     for row in (GROUPED, FUSED_PERMUTE):
-        if arguments.has("num_experts") and not arguments.has(row.key):
+        if arguments.value("num_experts") and not arguments.has(row.key):
             arguments.remark(row.key, row.why, default="off")
     try:
         launch = launch_of(

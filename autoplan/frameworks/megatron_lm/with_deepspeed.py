@@ -71,8 +71,9 @@ def translate(arguments: Options, *, has_model: bool) -> None:
         _means(arguments, "glu_activation")("swiglu", True)
     if arguments.has("num_experts") and arguments.value("num_experts") not in (1, [1]) and not has_model:
         raise InputError("the experts of Megatron-DeepSpeed are not read from their options: pass --model")
-    if arguments.value("num_experts") == 1:
+    if arguments.value("num_experts") in (1, [1]):  # a dense model, of which no option of experts tells anything
         _means(arguments, "num_experts")("num_experts", 0)
+        arguments.pass_over("create_moe_param_group", *(key for key in arguments.arguments if key.startswith("moe_")))
     arguments.value("deepspeed")
     if arguments.has("deepspeed_config"):
         arguments.remark("deepspeed_config", "read from the options alone, not from this file")
