@@ -232,6 +232,9 @@ def test_words_of_a_command_win_over_the_file_beside_it(tmp_path: Path) -> None:
     launch = read(script, LaunchContext(folder=tmp_path))
     assert (launch.model.name, launch.training.seq_len) == ("llama3-70b", 8192)
     assert (launch.plan.dp_replicate, launch.plan.dp_shard, launch.plan.micro_batch) == (16, 8, 2)
+    other = read(script, LaunchContext(folder=tmp_path, seq_len=4096))
+    assert other.training.seq_len == 4096
+    assert "max_target_length" not in {item.option for item in other.unread if item.matters}
 
 
 def test_the_name_of_a_run_may_contain_the_date() -> None:

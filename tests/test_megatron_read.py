@@ -745,14 +745,12 @@ def test_options_of_forks_that_need_no_pricing_are_no_open_question() -> None:
     """Options of TurkuNLP/Megatron-DeepSpeed, as its scripts on LUMI have them."""
     splits = "--train-weighted-split-paths-path train.txt --valid-weighted-split-paths-path valid.txt"
     text = ECHOED.replace("--zero-stage 1", f"--zero-stage 1 --embed-layernorm {splits} --valid-num-workers 0")
-    text = text.replace(
-        "--bf16", "--bf16 --train-tokens 300000000000 --calculate-per-token-loss --stderr-sink-level DEBUG"
-    )
+    others = "--train-tokens 300000000000 --calculate-per-token-loss --stderr-sink-level DEBUG --override-lr-scheduler"
+    text = text.replace("--bf16", f"--bf16 {others}")
     launch = megatron_lm.READER.read(text, LaunchContext())
     assert [item.why for item in launch.unread if item.option == "--embed-layernorm"] == ["not priced"]
     assert not matters(launch) & {"--train-weighted-split-paths-path", "--valid-weighted-split-paths-path"}
-    assert not matters(launch) & {"--valid-num-workers", "--train-tokens", "--calculate-per-token-loss"}
-    assert "--stderr-sink-level" not in matters(launch)  # of Primus
+    assert not matters(launch) & {"--valid-num-workers", *(word for word in others.split() if word[:2] == "--")}
 
 
 def test_a_command_that_trains_nothing_is_refused() -> None:
@@ -864,6 +862,18 @@ def test_the_training_half_of_slime_is_read_with_what_slime_sets() -> None:
     assert (plan.recompute, plan.global_batch) == ("full", 256)
     assert {"--rollout-batch-size", "--use-dynamic-batch-size", "train.py"} <= matters(launch)
     assert "source scripts/models/qwen3-4B.sh" in matters(launch)
+
+
+def test_options_of_the_other_half_of_slime_are_no_open_question() -> None:
+    context = LaunchContext(model=load_model("llama3-8b"), seq_len=4096)
+    half = "--rollout-max-response-len 8192 --sglang-mem-fraction-static 0.7 --eps-clip 0.2 --rm-type x"
+    plain, more, entropy = (
+        matters(megatron_lm.read(SLIME.replace("--colocate", f"{options} --colocate"), context))
+        for options in ("", half, "--entropy-coef 0.01")
+    )
+    assert more == plain
+    assert not {"--n-samples-per-prompt", "--max-tokens-per-gpu", "--colocate"} & plain
+    assert entropy - plain == {"--entropy-coef"}
 
 
 def test_the_model_of_slime_is_in_the_script_that_its_launch_sources(tmp_path: Path) -> None:

@@ -88,16 +88,15 @@ def read(text: str, context: LaunchContext) -> Launch:
     degrees, num_devices = _degrees(options, context)
     plan = _plan(options, model, degrees, num_devices, precision, {"fp8_scaling": scales} if scales else {})
     _remark(options, context)
+    seq_len = context.seq_len or LENGTH.of(options)
+    options.pass_over(LENGTH.key)  # which --seq-len overrides
     if options.text(ATTENTION.key, "autoselected") == "dot_product":
         plan = replace(plan, attention=AttentionKernel.UNFUSED)
     return Launch(
         target="maxtext",
         framework="maxtext",
         model=model,
-        training=TrainingSpec(
-            seq_len=context.seq_len or LENGTH.of(options),
-            precision=precision,
-        ),
+        training=TrainingSpec(seq_len=seq_len, precision=precision),
         plan=plan,
         options=options.options(),
         unread=options.unread(),

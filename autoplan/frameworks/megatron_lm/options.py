@@ -391,7 +391,7 @@ UNWRITTEN: Line = (
 # Whole names, or families of them: an option of a fork that only begins alike is listed.
 HARMLESS = re.compile(
     r"(min_|decoupled_|decoupled_min_|head_)?lr(_\w+)?|(adam|sgd)_\w+|((start|end)_)?weight_decay(_incr_style)?|clip_grad"
-    r"|override_opt_(param_)?scheduler|use_checkpoint_(lr|opt_param|opt)_scheduler|save(_\w+)?|load(_(tag|main_params_from_ckpt))?"
+    r"|override_(opt_|opt_param_|lr_)scheduler|use_checkpoint_(lr|opt_param|opt)_scheduler|save(_\w+)?|load(_(tag|main_params_from_ckpt))?"
     r"|load_(model_opt_format|debug_rollout_data\w*)|no_(save|load)_\w+|(dist_)?ckpt_\w+|auto_detect_ckpt_format|async_save"
     r"|async_ckpt_\w+|use_persistent_ckpt_worker|finetune|pretrained_checkpoint|exit_on_missing_checkpoint"
     r"|(log|logging|tensorboard|wandb|mlflow|one_logger|timing_log)_\w+|enable_one_logger|(\w+_)?seed|mock_data"
@@ -408,7 +408,7 @@ HARMLESS = re.compile(
     r"|group_topk|pre_softmax|enable_expert_bias|bias_update_rate|force_load_balancing|force_biased)|moe_per_layer_logging"
     r"|mtp_loss_\w+|attention_softmax_in_fp32|enable_experimental|accumulate_allreduce\w*|(no_)?add_position_embedding"
     r"|add_class_\w+|fp8_(amax\w*|margin|interval)|(use_)?te_rng_tracker|glu_linear\w*|enable_gpt_oss|auto_continue_train"
-    r"|calculate_per_token_loss|comment|no_persist_layer_norm|stderr_sink_level|disable_(tensorboard|wandb|mlflow|last_saving)\w*|env_vars|dump_\w+"
+    r"|calculate_per_token_loss|(no_)?barrier_with_level_1_timing|comment|no_persist_layer_norm|stderr_sink_level|disable_(tensorboard|wandb|mlflow|last_saving)\w*|env_vars|dump_\w+"
 )
 
 # -- all of them ------------------------------------------------------------------------------------------------------

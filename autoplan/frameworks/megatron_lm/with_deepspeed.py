@@ -16,7 +16,7 @@ _STAGES = (Sharding.NONE, Sharding.ZERO1, Sharding.ZERO2, Sharding.ZERO3)
 _FLASH = ("use_flash_attn_v1", "use_flash_attn_v2", "use_flash_attn_triton", "use_flash_attn_builder")
 _COSTLESS = (
     *("deepspeed_activation_checkpointing", "expert_interval", "checkpoint_num_layers", "force_ds_sequence_parallel"),
-    "train_tokens",
+    *("train_tokens", "universal_checkpoint"),
 )
 _UNPRICED = (
     *("cpu_optimizer", "ds_sequence_parallel_fpdt", "partition_activations", "mlp_type", "use_tutel"),

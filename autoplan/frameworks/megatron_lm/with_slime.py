@@ -5,10 +5,25 @@ Only the training half is read; other programs generate the samples.
 
 from __future__ import annotations
 
+from autoplan.frameworks.common.option_table import Assumed, remark_assumed
 from autoplan.frameworks.common.options import Argument, Options
 
 _TELLING = ("rollout_batch_size", "n_samples_per_prompt")
 _ACTOR = ("actor_num_nodes", "actor_num_gpus_per_node")
+# Options of the programs that make samples, score them and log (slime/utils/arguments.py): by how they begin, or whole.
+_ELSEWHERE = ("rollout_", "sglang_", "eval_", "wandb_", "tb_")
+_COSTLESS = (
+    *("hf_checkpoint", "ref_load", "ref_ckpt_step", "prompt_data", "data_source_path", "num_rollout", "num_epoch"),
+    *("input_key", "label_key", "metadata_key", "tool_key", "reward_key", "apply_chat_template", "start_rollout_id"),
+    *("apply_chat_template_kwargs", "over_sampling_batch_size", "dynamic_sampling_filter_path", "buffer_filter_path"),
+    *("custom_generate_function_path", "custom_rm_path", "custom_reward_post_process_path", "n_samples_per_prompt"),
+    *("n_samples_per_eval_prompt", "rm_type", "rm_url", "group_rm", "use_slime_router", "use_wandb"),
+    *("use_tensorboard", "skip_eval_before_train", "colocate", "balance_data", "advantage_estimator"),
+    *("normalize_advantages", "gamma", "lambd", "kl_coef", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
+    *("eps_clip", "eps_clip_high", "eps_clip_c", "value_clip"),
+    *("disable_grpo_std_normalization", "disable_rewards_normalization"),
+)
+_ASSUMED = (Assumed("entropy_coef", (0, 0.0, None), "the loss is priced without the entropy of the logits"),)
 
 
 def is_with_slime(arguments: Options) -> bool:
@@ -27,5 +42,9 @@ def translate(arguments: Options) -> int | None:
         arguments.arguments[name] = Argument(f"--{name.replace('_', '-')}", str(value), name, value)
     if arguments.flag("use_dynamic_batch_size"):
         arguments.remark("use_dynamic_batch_size", "micro-batches are packed: priced as sequences of one length")
+        arguments.pass_over("max_tokens_per_gpu", "log_probs_max_tokens_per_gpu")
+    remark_assumed(_ASSUMED, arguments)
+    elsewhere = (key for key in arguments.arguments if key.startswith(_ELSEWHERE) and key != "rollout_batch_size")
+    arguments.pass_over(*_COSTLESS, *elsewhere)
     nodes, per_node = (arguments.optional_count(name) for name in _ACTOR)
     return nodes * per_node if nodes and per_node else None
