@@ -76,7 +76,7 @@ def test_a_sampler_says_what_it_leaves_open(folder: Path) -> None:
         (("--sampler", "tpe", "--objective", "step-time"), "--sampler tpe is for step times on one cluster"),
         (
             ("--workers", "2", "--cluster", "h100-sxm:1x8+a100-sxm:1x8"),
-            "--workers: on a mixed cluster each structure is priced only if those before it leave it open",
+            "--workers: a mixed cluster is searched by one process",
         ),
     ],
 )
