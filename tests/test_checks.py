@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from autoplan.api.launch_files import make_context
 from autoplan.frameworks.common.launch import Unread
 from autoplan.frameworks.launch_files import read_launch
@@ -35,17 +37,24 @@ def test_a_branch_that_changes_nothing_priced_does_not_matter(tmp_path: Path) ->
     assert "the same either way" in item.why
 
 
-def test_the_other_branch_counts_too(tmp_path: Path) -> None:
-    script = "if [ -d /data ]; then DATA=b; else EXTRA='--recompute-granularity selective'; fi\n"
-    item = conditions(tmp_path, script)["if [ -d /data ]"]
+@pytest.mark.parametrize(
+    ("script", "condition", "difference"),
+    [
+        (
+            "if [ -d /data ]; then DATA=b; else EXTRA='--recompute-granularity selective'; fi\n",
+            "if [ -d /data ]",
+            "if it does not hold: recompute 'selective'",
+        ),
+        ("[[ -d /data ]] && TP=4\n", "[[ -d /data ]] &&", "does not hold: tp 2"),
+        ("if [ -f /x ]; then EXTRA=--some-option-of-a-fork; fi\n", "if [ -f /x ]", "--some-option-of-a-fork, not read"),
+    ],
+)
+def test_what_an_undecided_condition_changes_is_listed(
+    tmp_path: Path, script: str, condition: str, difference: str
+) -> None:
+    item = conditions(tmp_path, script)[condition]
     assert item.matters
-    assert "if it does not hold: recompute 'selective'" in item.why
-
-
-def test_a_command_behind_an_undecided_test_is_run_and_listed(tmp_path: Path) -> None:
-    item = conditions(tmp_path, "[[ -d /data ]] && TP=4\n")["[[ -d /data ]] &&"]
-    assert item.matters
-    assert "does not hold: tp 2" in item.why
+    assert difference in item.why
 
 
 def test_a_named_case_of_an_unknown_word_matters(tmp_path: Path) -> None:
@@ -53,12 +62,6 @@ def test_a_named_case_of_an_unknown_word_matters(tmp_path: Path) -> None:
     (item,) = found.values()
     assert item.matters
     assert "tp 1" in item.why
-
-
-def test_an_option_that_only_a_branch_gives_is_named(tmp_path: Path) -> None:
-    item = conditions(tmp_path, "if [ -f /x ]; then EXTRA=--some-option-of-a-fork; fi\n")["if [ -f /x ]"]
-    assert item.matters
-    assert "--some-option-of-a-fork, not read" in item.why
 
 
 def test_a_batch_of_no_whole_number_of_micro_batches_is_listed(tmp_path: Path) -> None:

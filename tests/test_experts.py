@@ -133,7 +133,7 @@ def test_the_busiest_rank_exchanges_sorts_and_activates_the_more_tokens(dispatch
 
 
 def test_torch_sorts_what_a_rank_receives_once_more_and_adds_up_element_by_element() -> None:
-    """Of 2 copies of 4,096 tokens of width 1,024: 8 and 18 bytes each, and two sums at .415e9 a second and unit."""
+    """Two copies of 4,096 tokens of width 1,024: 8 and 18 bytes an element, two sums of .415e9 a second and unit."""
     framework = FRAMEWORK.changed(sorts_received=True, atomic_expert_sums=True)
     problem, elements = replace(PROBLEM, framework=framework), 2 * 4096 * 1024
     slower = problem.device.memory_efficiency / OP_BY_OP_SHARE["hopper"]
@@ -168,7 +168,7 @@ def test_fine_tuning_has_the_routing_of_trained_routers_unless_told() -> None:
     def priced(**options: object) -> Any:
         return autoplan.estimate("gpt-oss-20b", **(place | options))  # type: ignore[arg-type]
 
-    new, tuned, told, even = (
+    new, tuned, stated, even = (
         priced(**options).file.training
         for options in (
             {},
@@ -177,7 +177,7 @@ def test_fine_tuning_has_the_routing_of_trained_routers_unless_told() -> None:
             {"finetune": "full", "expert_imbalance": 1.0},
         )
     )
-    losses = [training.balancing_loss for training in (new, tuned, told, even)]
+    losses = [training.balancing_loss for training in (new, tuned, stated, even)]
     assert losses == [1.0, OWN_ROUTING_LOSS, 1.1, 1.0]
     assert priced(balancing_loss=1.1).best.step_s > priced().best.step_s
     with pytest.raises(InputError, match=r"--expert-imbalance 1\.2 and --balancing-loss 1\.3 both say"):

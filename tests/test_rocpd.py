@@ -11,21 +11,12 @@ import pytest
 
 from autoplan.api.traces import read_traces
 from autoplan.base.errors import InputError
-from autoplan.profiler.imports import read_source
-from autoplan.profiler.imports.traces import is_trace, read_ranks, trace_files
+from autoplan.profiler.imports.traces import is_trace, read_ranks
 from commands import run
+from rocm_step import COPY, STEP, assert_read_as_step
 
 CPU, FIRST, SECOND = 0, 4, 7  # numbers of agents
 ID = "0000dead"  # ends the names of tables, whose rows a view without it shows
-# (name, start, end) in microseconds.
-STEP = [
-    ("Cijk_Ailk_Bljk_BBS_BH_MT128x128x32", 1000, 1300),
-    ("attn_fwd", 1300, 1400),
-    ("ncclDevKernel_Generic(ncclDevComm*)", 1300, 1600),
-    ("void at::native::vectorized_elementwise_kernel<4, add>", 1600, 1700),
-    ("void multi_tensor_apply_kernel<FusedAdamFunctor>", 1850, 1900),
-]
-COPY = (1700, 1800)
 Marks = tuple[tuple[str, int, int], ...]
 
 
@@ -102,16 +93,7 @@ def operations(path: Path, *, devices: tuple[int, ...] = (2,), marks: Marks = ()
 @pytest.mark.parametrize("schema", [3, 4, None])
 def test_every_instant_of_a_step_counts_once(tmp_path: Path, schema: int | None) -> None:
     path = dispatches(tmp_path / "1_results.db", schema=schema) if schema else operations(tmp_path / "trace.rpd")
-    assert is_trace(path)
-    assert trace_files([tmp_path]) == [path]
-    (rank,) = read_ranks(path)
-    assert {kind: round(1e6 * seconds) for kind, seconds in rank.seconds.items() if seconds} == {
-        "gemm": 300, "attention": 100, "optimizer": 50, "kernels": 100, "collectives": 200, "copies": 100,
-    }  # fmt: skip
-    assert (rank.step_s, rank.idle_s) == pytest.approx((900e-6, 50e-6))
-    assert (rank.exposed_s, rank.hidden_s) == pytest.approx((200e-6, 100e-6))
-    with pytest.raises(InputError, match="rocmProfileData have no kernel shapes"):
-        read_source(str(path))
+    assert_read_as_step(path)
 
 
 @pytest.mark.parametrize("schema", [3, 4])

@@ -11,18 +11,10 @@ import pytest
 
 from autoplan.api.traces import read_traces
 from autoplan.base.errors import InputError
-from autoplan.profiler.imports import read_source
-from autoplan.profiler.imports.traces import is_trace, read_ranks, trace_files
+from autoplan.profiler.imports.traces import read_ranks
+from rocm_step import COPY, STEP, assert_read_as_step
 
 CPU, FIRST, SECOND = 900, 901, 902  # handles of agents
-# (name, start, end) in microseconds.
-STEP = [
-    ("Cijk_Ailk_Bljk_BBS_BH_MT128x128x32", 1000, 1300),
-    ("attn_fwd", 1300, 1400),
-    ("ncclDevKernel_Generic(ncclDevComm*)", 1300, 1600),
-    ("void at::native::vectorized_elementwise_kernel<4, add>", 1600, 1700),
-    ("void multi_tensor_apply_kernel<FusedAdamFunctor>", 1850, 1900),
-]
 
 
 def timed(start_us: int, end_us: int) -> dict[str, Any]:
@@ -41,7 +33,7 @@ def written(path: Path, *, devices: tuple[int, ...] = (FIRST,), marks: tuple[tup
                 for at, (_, start, end) in enumerate(STEP)
             ],
             "memory_copy": [
-                {**timed(1700, 1800), "src_agent_id": {"handle": device}, "dst_agent_id": {"handle": CPU}}
+                {**timed(*COPY), "src_agent_id": {"handle": device}, "dst_agent_id": {"handle": CPU}}
                 for device in devices
             ],
             "marker_api": [
@@ -57,16 +49,7 @@ def written(path: Path, *, devices: tuple[int, ...] = (FIRST,), marks: tuple[tup
 @pytest.mark.parametrize("name", ["1_results.json", "1_results.json.gz"])
 def test_every_instant_of_a_step_counts_once(tmp_path: Path, name: str) -> None:
     path = written(tmp_path / name)
-    assert is_trace(path)
-    assert trace_files([tmp_path]) == [path]
-    (rank,) = read_ranks(path)
-    assert {kind: round(1e6 * seconds) for kind, seconds in rank.seconds.items() if seconds} == {
-        "gemm": 300, "attention": 100, "optimizer": 50, "kernels": 100, "collectives": 200, "copies": 100,
-    }  # fmt: skip
-    assert (rank.step_s, rank.idle_s) == pytest.approx((900e-6, 50e-6))
-    assert (rank.exposed_s, rank.hidden_s) == pytest.approx((200e-6, 100e-6))
-    with pytest.raises(InputError, match="rocprofv3 and rocmProfileData have no kernel shapes"):
-        read_source(str(path))
+    assert_read_as_step(path)
 
 
 def test_ranges_mark_steps_and_every_device_is_a_rank(tmp_path: Path) -> None:

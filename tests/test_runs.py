@@ -367,7 +367,7 @@ def test_a_row_says_whether_a_router_or_a_benchmark_chooses_experts(tmp_path: Pa
     rows = [row, row | {"options": "expert_balance=router"}, torch, torch | {"options": "expert_balance=forced"}]
     losses = [
         run.problem and run.problem.training.balancing_loss
-        for run in runs_of(tmp_path, *(one | {"id": f"mine-{at}"} for at, one in enumerate(rows)))
+        for run in runs_of(tmp_path, *(cells | {"id": f"mine-{at}"} for at, cells in enumerate(rows)))
     ]
     assert losses == [1.0, OWN_ROUTING_LOSS, OWN_ROUTING_LOSS, 1.0]
     (odd,) = runs_of(tmp_path, row | {"options": "expert_balance=fair"})

@@ -34,12 +34,12 @@ def words(times: Measurements) -> list[Measurement]:
     return sorted(times, key=str)
 
 
-@given(held=st.lists(rows, max_size=6))
-def test_columns_hold_what_the_rows_do_one_by_one(held: list[tuple[Any, ...]]) -> None:
+@given(stored=st.lists(rows, max_size=6))
+def test_columns_hold_what_the_rows_do_one_by_one(stored: list[tuple[Any, ...]]) -> None:
     unread: set[str] = set()
     expected: set[str] = set()
-    found = measurements_of("lab", held, LEVELS, unread)
-    one_by_one = Measurements.of_rows("lab", _read(held, LEVELS, expected))
+    found = measurements_of("lab", stored, LEVELS, unread)
+    one_by_one = Measurements.of_rows("lab", _read(stored, LEVELS, expected))
     assert words(found) == words(one_by_one)
     assert unread == expected
 

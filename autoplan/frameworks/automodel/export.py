@@ -14,7 +14,7 @@ from autoplan.frameworks.automodel.options import (
     DEGREES,
     DISPATCHERS,
     HEAD,
-    HELD,
+    MAIN_WEIGHTS,
     OFFLOAD,
     RECOMPUTE,
     REDUCTION,
@@ -107,7 +107,7 @@ def _model(plan_file: PlanFile) -> dict[str, Any]:
     return {
         "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
         "pretrained_model_name_or_path": hub_name(plan_file.model),
-        **written((HELD,), plan_file),
+        **written((MAIN_WEIGHTS,), plan_file),
         "backend": backend,
     }
 

@@ -58,7 +58,7 @@ SCHEDULES = {
 }
 SCHEDULE_WORDS = {schedule: word for word, schedule in SCHEDULES.items()}
 # Section `model`.
-HELD = word(
+MAIN_WEIGHTS = word(
     "torch_dtype",
     "main_weights",
     MainWeights.BF16,

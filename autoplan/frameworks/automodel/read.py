@@ -14,7 +14,7 @@ from autoplan.frameworks.automodel.options import (
     DISPATCHERS,
     DISTRIBUTED,
     DISTRIBUTED_COSTLESS,
-    HELD,
+    MAIN_WEIGHTS,
     OFFLOAD,
     PIPELINE_COSTLESS,
     RECOMPUTE,
@@ -218,11 +218,11 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
     dispatcher = backend.word("dispatcher", DISPATCHERS, "deepep")
     policy = table.inside("mp_policy")
     policy.pass_over("_target_", "param_dtype", "output_dtype", "cast_forward_inputs")
-    held = HELD.read(options.inside("model"))
-    fields: Fields = {**degrees, **RECOMPUTE.read(table), **held, **REDUCTION.read(policy), **pipeline}
+    weights = MAIN_WEIGHTS.read(options.inside("model"))
+    fields: Fields = {**degrees, **RECOMPUTE.read(table), **weights, **REDUCTION.read(policy), **pipeline}
     if strategy == "ddp":  # which has no policy of mixed precision
         fields |= REDUCTION.read(Options.of_table({}))
-        if held["main_weights"] != MainWeights.BF16:
+        if weights["main_weights"] != MainWeights.BF16:
             table.remark("strategy", "its products take the type of the weights, fp32, and are priced in 16 bits")
     fields["offload"] = _offload(table, {"sharding": sharding, "pp": degrees["pp"]})
     fields |= {"dispatcher": dispatcher} if degrees["ep"] > 1 else {}
