@@ -17,48 +17,42 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import functools
-import math
 import os
-import platform
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, replace
-from importlib.metadata import version
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Literal
 
-import msgspec
-import numpy as np
 import torch
+from loop_plans import (
+    HAS_GPUS,
+    LAUNCHES,
+    MICRO_BATCHES,
+    MODELS,
+    PRECISION,
+    RANKS,
+    STEPS,
+    WARMUP,
+    Launch,
+    compared_plans,
+    keep,
+    kept,
+    label,
+)
+from loop_report import report_all
 
-from autoplan.api.calibrations import MIN_RUNS, fitted_to
-from autoplan.api.problem import make_space
-from autoplan.api.timings import with_timings
-from autoplan.base.arrays import Floats
-from autoplan.base.errors import AutoplanError, InputError
-from autoplan.base.files import write_text
+from autoplan.base.errors import AutoplanError
 from autoplan.base.processes import Children, CrewError, RankPlace
-from autoplan.base.units import format_volume
 from autoplan.base.values import parse_duration
-from autoplan.cost.calibration import MeasuredRun
-from autoplan.cost.estimate import estimate
-from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.cost.provenance import shares
 from autoplan.frameworks.presets import load_framework
-from autoplan.frameworks.registry import book_of
-from autoplan.profiler.crew import Crew, default_num_ranks
-from autoplan.profiler.machine.hardware import SYS, amd_gpus, device_id, emulates_bf16, nvidia_gpus
-from autoplan.profiler.protocol import Hello, Job, Rules
+from autoplan.profiler.crew import Crew
+from autoplan.profiler.protocol import Hello, Job
 from autoplan.profiler.store import open_store
 from autoplan.profiler.store.store import Store
 from autoplan.profiler.sweep import Progress, run
 from autoplan.profiler.tasks import MeasurementScope, TaskKey, ranked_tasks
-from autoplan.readers.cluster import load_cluster
-from autoplan.spec.blocks import Experts
-from autoplan.spec.enums import Precision
-from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import (
     LAYER_HALVES,
     LAYERS,
@@ -69,79 +63,16 @@ from autoplan.spec.operations import (
     Operation,
 )
 from autoplan.spec.plan import ParallelPlan
-from autoplan.spec.problem import Problem
-from autoplan.spec.timing import Provenance
-from autoplan.spec.training import TrainingSpec
 from autoplan.trainer.run import PRELOAD, run_task
 from autoplan.trainer.task import Task, TrainingReport
 
-HAS_GPUS = torch.cuda.is_available()
-# On cores without units for bf16 a step in it would take many times as long.
-PRECISION: Literal["bf16", "fp32"] = "fp32" if not HAS_GPUS and emulates_bf16() else "bf16"
-RANKS = default_num_ranks() if HAS_GPUS else 2
-GLOBAL_BATCH = 8 * max(RANKS // 2, 1)
-MICRO_BATCHES = (1, 2, 4, 8)
-
-
-def _model(
-    name: str, num_layers: int, hidden_size: int, ffn_size: int, num_heads: int, vocab_size: int, **fields: Any
-) -> ModelSpec:
-    return ModelSpec(
-        name=name,
-        num_layers=num_layers,
-        hidden_size=hidden_size,
-        ffn_size=ffn_size,
-        num_heads=num_heads,
-        vocab_size=vocab_size,
-        **fields,
-    )
-
-
-# Models with their sequence lengths.  The first three are those of the loop in fp32.
-HOST_MODELS = {
-    "tiny": (_model("tiny", 16, 192, 512, 6, 1024), 64),
-    "small": (_model("small", 8, 256, 768, 4, 4096), 128),
-    "medium": (_model("medium", 4, 512, 1408, 8, 8192), 128),
-    "deep": (_model("deep", 16, 192, 512, 6, 1024), 64),
-    "grouped": (_model("grouped", 4, 512, 1408, 8, 8192, num_kv_heads=2), 128),
-    "experts": (
-        _model(
-            "experts",
-            4,
-            256,
-            768,
-            4,
-            4096,
-            num_kv_heads=2,
-            moe=Experts(num_experts=4, experts_per_token=2, expert_ffn_size=384),
-        ),
-        128,
-    ),
-}
-# Of 1.1, 2.8 and 3.0 billion parameters, the second one mostly ends: those of Llama-3-8B.
-GPU_MODELS = {
-    "1b": (_model("1b", 16, 2048, 8192, 32, 32_768, num_kv_heads=8), 4096),
-    "ends": (_model("ends", 8, 4096, 14_336, 32, 128_256, num_kv_heads=8), 4096),
-    "3b": (_model("3b", 28, 3072, 8192, 24, 32_768, num_kv_heads=8), 4096),
-}
-MODELS = GPU_MODELS if HAS_GPUS else HOST_MODELS
-FORBIDDEN = ("uneven_stages", "partial_recompute", "partial_sharding")
-MAX_PLANS = 40 if HAS_GPUS else 12  # of a model: spread evenly over those that there are
-# What recomputing takes is measured on accelerators alone, where memory is short.
-FIXED = () if HAS_GPUS else ("recompute=none",)
-# On a device that others leave alone nothing else counts, whatever the cores of its host do.
-MAX_FOREIGN, MAX_SLOWDOWN = (np.inf, np.inf) if HAS_GPUS else (Rules().most_foreign, Rules().most_slowdown)
-LAUNCHES = 1 if HAS_GPUS else 3  # undisturbed ones of each plan, and visits of what is measured for the profile
 MORE_LAUNCHES = 2  # of a plan, where others use the machine all the time
 MAX_ROUNDS = 9
-WARMUP, STEPS = 2, 6 if HAS_GPUS else 2  # replicas of whole states put their buckets together again in the second step
 START_S, LAUNCH_S = (30.0, 20.0) if HAS_GPUS else (10.0, 5.0)  # for which there must be time left
 VISIT_SHARE = 0.6  # of the time that is left, for the profile; the rest is for launches
 ALLOWANCE_S = 1.0  # for one visit to settle
 LIMIT_S = 120.0  # of a launch without a word
 COPIED = 2**22  # fp32 numbers: no cache holds them
-CAPS = (0.5, 0.25)  # memory of which so many plans fit
-TRUE_S, TRUE_BYTES = 0.05, 0.03  # errors up to which a prediction counts as true
 # What steps are made of; kernels of their own would only stand in for units that were not measured.
 OPERATIONS: tuple[Operation, ...] = (
     *(LAYERS if HAS_GPUS else LAYERS[:2]),
@@ -154,107 +85,6 @@ OPERATIONS: tuple[Operation, ...] = (
     "pipeline_actions",
     "send_recv",
 )
-FAR_APART = 0.10  # plans that are closer may come in either order
-
-
-@functools.lru_cache(maxsize=1)
-def device_here() -> str:
-    """autoplan's id of what the ranks run on."""
-    if not HAS_GPUS:
-        return "cpu"
-    gpus = nvidia_gpus()[0] or amd_gpus(SYS)[0]
-    if not gpus:
-        raise InputError("neither NVML nor amdkfd tells of the devices that torch sees: pip install nvidia-ml-py")
-    gpu = gpus[0]
-    return device_id(gpu.name, gpu.memory_bytes, architecture=gpu.architecture, compute_units=gpu.compute_units)
-
-
-def problem_of(name: str, folder: Path | None = None) -> Problem:
-    """A model on the ranks of this machine, with the times of the profile in `folder`."""
-    model, seq_len = MODELS[name]
-    problem = Problem(
-        model=model,
-        training=TrainingSpec(seq_len=seq_len, precision=Precision(PRECISION)),
-        cluster=load_cluster(f"{device_here()}:1x{RANKS}"),
-        framework=load_framework("torch"),
-    )
-    return problem if folder is None else with_timings(problem, "db", str(folder / "timings.db"))
-
-
-def plans_of(name: str) -> list[ParallelPlan]:
-    """Plans that fit, with layers spread evenly, up to two chunks a rank."""
-    problem = problem_of(name)
-    at_most = ["vp=2", f"micro_batch={MICRO_BATCHES[-1]}"]
-    space = make_space(problem, str(GLOBAL_BATCH), fix=list(FIXED), at_most=at_most, forbid=FORBIDDEN)
-    space = replace(space, limits=space.limits.where(schedule=book_of(problem.framework).words("schedule")))
-    batch, _ = space.plans(space.cells())
-    fits = estimate(problem, batch).memory_bytes <= problem.capacity_bytes
-    plans = [batch.plan(int(at)) for at in np.flatnonzero(fits)]
-    return [plan for plan in plans if plan.layers_per_chunk is None]
-
-
-def compared_plans(name: str) -> list[ParallelPlan]:
-    """Plans that are run, spread evenly over those that there are."""
-    plans = plans_of(name)
-    return plans[:: math.ceil(len(plans) / MAX_PLANS)]
-
-
-def label(plan: ParallelPlan) -> str:
-    """A plan in words, with how it is distinguished from all others."""
-    words = plan.describe()
-    return words if plan.pp == 1 or plan.vp > 1 or plan.schedule != "1f1b" else f"{words}, 1f1b"
-
-
-def family(plan: ParallelPlan) -> str:
-    """Use that a plan makes of its ranks, or of a single one."""
-    if plan.num_devices == 1:
-        return f"recompute {plan.recompute}"
-    return plan.schedule if plan.pp > 1 else "tp" if plan.tp > 1 else f"dp {plan.sharding}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """Run of a plan, or the bytes that its ranks held in one."""
-
-    model: str
-    plan: str
-    precision: Literal["bf16", "fp32"] = "bf16"
-    step_s: tuple[float, ...] = ()
-    passes_s: tuple[float, ...] = ()
-    optimizer_s: tuple[float, ...] = ()
-    foreign: float = 0.0  # share of the machine that others used
-    check_s: float = 0.0  # what the same work took on both ranks at once, before and after: the machine is shared
-    peak_bytes: float = 0.0
-    is_full: bool = False  # it ran out of memory
-
-    is_slow: bool = False  # its check took longer than most others
-
-    @property
-    def is_clean(self) -> bool:
-        """Return whether it ran, and other load left it alone, also that of neighbours who slow a virtual core down."""
-        return bool(self.step_s) and self.foreign <= MAX_FOREIGN and not self.is_slow
-
-    @property
-    def seconds(self) -> float:
-        """Median of its steps."""
-        return float(np.median(self.step_s))
-
-
-def kept(folder: Path) -> list[Launch]:
-    """Results that earlier calls left, on a machine that trained in the same precision."""
-    path = folder / "launches.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    launches = [msgspec.json.decode(line, type=Launch) for line in lines]
-    own = [launch for launch in launches if launch.precision == PRECISION]
-    checks_s = [launch.check_s for launch in own if launch.check_s] or [0.0]
-    usual_s = float(np.quantile(checks_s, 0.25))
-    return [replace(launch, is_slow=launch.check_s > (1 + MAX_SLOWDOWN) * usual_s) for launch in own]
-
-
-def keep(folder: Path, launch: Launch) -> None:
-    """Add a launch to them."""
-    with (folder / "launches.jsonl").open("ab") as file:
-        file.write(msgspec.json.encode(launch) + b"\n")
 
 
 def measure_all(folder: Path, names: list[str], budget_s: float) -> None:
@@ -440,264 +270,6 @@ def track_all(folder: Path, names: list[str], budget_s: float) -> None:
     print("the bytes of every plan are counted")
 
 
-# -- what comes of it --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
-    """The plans of a model, predicted and run."""
-
-    plans: list[ParallelPlan]
-    predicted_s: Floats
-    measured_s: Floats  # median over the clean launches of a plan
-    noise: Floats  # of one launch: half of what a plan's launches lie apart, over their median; NaN of a single one
-    launches: list[Floats]  # each plan's undisturbed ones; where there is none, all
-    loads: Floats  # share of the machine that others used beside them
-    bytes_needed: Floats  # predicted
-    bytes_held: Floats  # counted
-    rests: dict[Provenance, Floats]  # share of the predicted step by provenance
-    full: list[str]  # plans that ran out of memory, though they were predicted to fit
-    calibrated_s: Floats  # predicted with a calibration of the other half of the plans; NaN where they are too few
-
-    @property
-    def held(self) -> Floats:
-        """Counted bytes, or where some plan's were not, predicted ones of all."""
-        return self.bytes_needed if np.isnan(self.bytes_held).any() else self.bytes_held
-
-    @property
-    def errors(self) -> Floats:
-        """Relative, of every plan."""
-        return self.predicted_s / self.measured_s - 1
-
-    @property
-    def bytes_errors(self) -> Floats:
-        """Errors of its peak; NaN where that was not counted."""
-        return self.bytes_needed / self.bytes_held - 1
-
-
-def compare(folder: Path, name: str) -> Compared:
-    """Predict the plans of a model that ran clean, from the profile alone."""
-    problem, plans = problem_of(name, folder), compared_plans(name)
-    launches: dict[str, list[Launch]] = {label(plan): [] for plan in plans}
-    held: dict[str, float] = {}
-    full: set[str] = set()
-    for launch in kept(folder):
-        if launch.model == name and launch.plan in launches:
-            if launch.is_full:
-                full.add(launch.plan)
-            if launch.step_s:
-                launches[launch.plan].append(launch)
-            if launch.peak_bytes:
-                held[launch.plan] = launch.peak_bytes
-    plans = [plan for plan in plans if launches[label(plan)]]
-    if not plans:
-        raise InputError(f"no plan of {name} has run: launch first")
-    used = [usable(launches[label(plan)]) for plan in plans]
-    times = [np.array([launch.seconds for launch in of_plan]) for of_plan in used]
-    batch = problem.batch(plans)
-    cost = estimate(problem, batch)
-    return Compared(
-        plans=plans,
-        predicted_s=cost.step_s,
-        measured_s=np.array([np.median(time) for time in times]),
-        noise=np.array([np.ptp(time) / 2 / np.median(time) if len(time) > 1 else np.nan for time in times]),
-        launches=times,
-        loads=np.array([np.median([launch.foreign for launch in of_plan]) for of_plan in used]),
-        bytes_needed=cost.logged_memory_bytes,
-        bytes_held=np.array([held.get(label(plan), np.nan) for plan in plans]),
-        rests=shares(problem, batch),
-        full=sorted(full),
-        calibrated_s=calibrated(problem, plans, np.array([np.median(time) for time in times])),
-    )
-
-
-def usable(launches: list[Launch]) -> list[Launch]:
-    """Return the launches of a plan that no other load disturbed; all where there are none."""
-    return [launch for launch in launches if launch.is_clean] or launches
-
-
-def calibrated(problem: Problem, plans: list[ParallelPlan], measured_s: Floats) -> Floats:
-    """Predict every plan with the profile and a calibration of every other plan, as `autoplan calibrate` makes it."""
-    predicted_s = np.full(len(plans), np.nan)
-    for half in (0, 1):
-        runs = [
-            MeasuredRun(problem=problem, plan=plan, step_s=float(step_s))
-            for plan, step_s in zip(plans[1 - half :: 2], measured_s[1 - half :: 2], strict=True)
-        ]
-        if len(runs) >= MIN_RUNS:
-            own = replace(problem, calibration=fitted_to(runs, name="half of the plans").calibration)
-            batch = problem.batch(plans[half::2])
-            predicted_s[half::2] = estimate(own, batch).step_s
-    return predicted_s
-
-
-def spearman(measured_s: Floats, predicted_s: Floats, apart: float = 0.0) -> tuple[float, int]:
-    """(Spearman's rank correlation over the pairs of plans whose times are `apart`, number of these pairs).
-
-    Over all pairs, the sum of products of differences of ranks over the root of the sums of their squares is Spearman's
-    coefficient.
-    """
-    measured, predicted = (np.argsort(np.argsort(step_s)) for step_s in (measured_s, predicted_s))
-    ratio = measured_s[:, None] / measured_s
-    counts = np.maximum(ratio, 1 / ratio) > 1 + apart
-    ours, theirs = ((step_s[:, None] - step_s)[counts].astype(np.float64) for step_s in (measured, predicted))
-    return float((ours * theirs).sum() / np.sqrt((ours**2).sum() * (theirs**2).sum())), int(counts.sum() // 2)
-
-
-def as_good_as_a_launch(found: Compared) -> tuple[float, float]:
-    """(median error, Spearman's coefficient as `spearman` has it) of a launch as prediction of the plan's others.
-
-    No prediction can be told to be better than that.  The mean over the turns, each of the plans with one to spare.
-    """
-    errors, ranks = [], []
-    for turn in range(LAUNCHES):
-        several = [launch for launch in found.launches if len(launch) > max(turn, 1)]
-        if len(several) < 2:
-            break
-        others_s = np.array([np.median(np.delete(launch, turn)) for launch in several])
-        launch_s = np.array([launch[turn] for launch in several])
-        errors.append(np.median(np.abs(launch_s / others_s - 1)))
-        ranks.append(spearman(others_s, launch_s, FAR_APART)[0])
-    return (float(np.mean(errors)), float(np.mean(ranks))) if errors else (float("nan"), float("nan"))
-
-
-def choice(found: Compared, cap_bytes: float) -> str:
-    """Plan that is picked under a cap, and how much longer it takes than the best plan that fits."""
-    fits, seems_to_fit = found.held <= cap_bytes, found.bytes_needed <= cap_bytes
-    pick = int(np.argmin(np.where(seems_to_fit, found.predicted_s, np.inf)))
-    best = int(np.argmin(np.where(fits, found.measured_s, np.inf)))
-    regret = found.measured_s[pick] / found.measured_s[best] - 1
-    noise = np.hypot(found.noise[pick], found.noise[best])
-    cap = "no cap" if np.isinf(cap_bytes) else format_volume(cap_bytes)
-    fit = "" if fits[pick] else ", and does not fit"
-    return (
-        f"| {cap} | {fits.sum()} | {label(found.plans[pick])}{fit} | {label(found.plans[best])} "
-        f"| {100 * regret:.1f} % | {percent(float(noise))} |"
-    )
-
-
-def percent(share: float) -> str:
-    """A share, or a dash where it is not known."""
-    return "-" if np.isnan(share) else f"{100 * share:.1f} %"
-
-
-def findings(name: str, found: Compared) -> list[str]:
-    """Findings on a model, as Markdown."""
-    model, seq_len = MODELS[name]
-    errors = np.abs(found.errors)
-    correlation, pairs = spearman(found.measured_s, found.predicted_s, FAR_APART)
-    launch_error, launch_rank = as_good_as_a_launch(found)
-    launches = [len(launch) for launch in found.launches]
-    noises = found.noise[~np.isnan(found.noise)]
-    noise = (float(np.median(noises)), float(noises.max())) if len(noises) else (float("nan"), float("nan"))
-    rests = ", ".join(
-        f"{100 * share.mean():.0f} % {kind}" for kind, share in found.rests.items() if share.mean() > 5e-3
-    )
-    lines = [
-        f"## {name}",
-        "",
-        f"{count_parameters(model) / 1e6:.1f} M parameters: {model.num_layers} layers of {model.hidden_size}, "
-        f"vocabulary {model.vocab_size}, {GLOBAL_BATCH} sequences of {seq_len} a step.  {len(found.plans)} of "
-        f"{len(compared_plans(name))} plans ran, {min(launches)} to {max(launches)} times each "
-        f"({LAUNCHES} are wanted); the step rests on {rests}.",
-        "",
-        f"* error: median {100 * np.median(errors):.1f} %, worst {100 * errors.max():.1f} %, "
-        f"bias {100 * np.median(found.errors):+.1f} %",
-        f"* with a calibration of every other plan: {calibration_sentence(found)}",
-        f"* noise of a launch: median {percent(noise[0])}, worst {percent(noise[1])}",
-        f"* Spearman over the {pairs} pairs more than {100 * FAR_APART:.0f} % apart: {correlation:.3f}; "
-        f"over all plans {spearman(found.measured_s, found.predicted_s)[0]:.3f}",
-        f"* a launch instead of the prediction of the plan's other ones: error {percent(launch_error)} in the median, "
-        f"Spearman {launch_rank:.3f}",
-        accuracy_sentence(found),
-        f"* out of memory, though predicted to fit: {'; '.join(found.full) or 'none'}",
-        "",
-        f"| {'counted' if found.held is found.bytes_held else 'predicted'} memory | plans that fit | picked | best "
-        "| regret | noise of the two |",
-        "|---|--:|---|---|--:|--:|",
-        *(choice(found, cap) for cap in (np.inf, *np.quantile(found.held, CAPS))),
-        "",
-    ]
-    lines += ["| family | plans | median error | worst | bias |", "|---|--:|--:|--:|--:|"]
-    families = [family(plan) for plan in found.plans]
-    for kind in dict.fromkeys(families):
-        own = found.errors[np.array([family_name == kind for family_name in families])]
-        lines.append(
-            f"| {kind} | {len(own)} | {100 * np.median(np.abs(own)):.1f} % | {100 * np.abs(own).max():.1f} % "
-            f"| {100 * np.median(own):+.1f} % |"
-        )
-    lines += [
-        "",
-        "| plan | predicted | calibrated | measured | error | launches | noise | other load | memory predicted ",
-    ]
-    lines[-1] += "| counted | error |"
-    lines += ["|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
-    for at in np.argsort(found.measured_s):
-        lines.append(
-            f"| {label(found.plans[at])} | {1e3 * found.predicted_s[at]:.0f} ms "
-            f"| {1e3 * found.calibrated_s[at]:.0f} ms | {1e3 * found.measured_s[at]:.0f} ms "
-            f"| {100 * found.errors[at]:+.1f} % | {len(found.launches[at])} "
-            f"| {percent(float(found.noise[at]))} | {percent(float(found.loads[at]))} "
-            f"| {memory_sentence(found, int(at))} |"
-        )
-    return [*lines, ""]
-
-
-def calibration_sentence(found: Compared) -> str:
-    """Errors of the predictions with a calibration, as words."""
-    if np.isnan(found.calibrated_s).any():
-        return "too few ran"
-    errors = np.abs(found.calibrated_s / found.measured_s - 1)
-    return (
-        f"error median {100 * np.median(errors):.1f} %, worst {100 * errors.max():.1f} %, "
-        f"Spearman {spearman(found.measured_s, found.calibrated_s, FAR_APART)[0]:.3f}"
-    )
-
-
-def accuracy_sentence(found: Compared) -> str:
-    """Sentence on how many predictions of time and peak are true, and how far off those of the peak are."""
-    counted = found.bytes_errors[~np.isnan(found.bytes_errors)]
-    within = f"{(np.abs(found.errors) <= TRUE_S).sum()} of {len(found.errors)} steps within {percent(TRUE_S)}"
-    if not len(counted):
-        return f"* {within}; no bytes were counted"
-    return (
-        f"* {within}, {(np.abs(counted) <= TRUE_BYTES).sum()} of {len(counted)} peaks within {percent(TRUE_BYTES)}; "
-        f"peaks: median {percent(float(np.median(np.abs(counted))))}, worst {percent(float(np.abs(counted).max()))}"
-    )
-
-
-def memory_sentence(found: Compared, at: int) -> str:
-    """Predicted and counted peak of a plan and the error, as cells."""
-    needed, peak_bytes = found.bytes_needed[at], found.bytes_held[at]
-    if np.isnan(peak_bytes):
-        return f"{format_volume(needed)} | - | -"
-    return f"{format_volume(needed)} | {format_volume(peak_bytes)} | {100 * found.bytes_errors[at]:+.1f} %"
-
-
-def report_all(folder: Path, names: list[str], path: Path | None) -> None:
-    """Compare, print, and write it to `path`."""
-    intro = (__doc__ or "").split("\n\n")[2].replace("\n", " ")
-    cores = f"{os.cpu_count()} cores ({platform.machine()})"
-    machine = f"{RANKS} x {torch.cuda.get_device_name()}, {cores}" if HAS_GPUS else cores
-    quiet = (
-        ""
-        if HAS_GPUS
-        else ", of each plan those (if any) in which other load took at most "
-        f"{100 * MAX_FOREIGN:.0f} % of the machine and a check at most {100 * MAX_SLOWDOWN:.0f} % longer than usual"
-    )
-    where = (
-        f"On {machine}, torch {version('torch')}, products in {PRECISION}.  Measured: the median over launches{quiet}, "
-        f"each of {STEPS} steps after {WARMUP}, the plans in turn, and in turn with visits of the profile.  Noise: "
-        "half of what a plan's launches lie apart."
-    )
-    lines = [f"# Plans predicted and run, {time.strftime('%Y-%m-%d')}", "", intro, "", where, ""]
-    for name in names:
-        lines += findings(name, compare(folder, name))
-    print("\n".join(lines))
-    if path:
-        write_text(path, "\n".join(lines), force=True)
-
-
 def main() -> int:
     """Do a part of the loop."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -711,7 +283,7 @@ def main() -> int:
     options.folder.mkdir(parents=True, exist_ok=True)
     try:
         if options.part == "report":
-            report_all(options.folder, names, options.out)
+            report_all(options.folder, names, (__doc__ or "").split("\n\n")[2].replace("\n", " "), options.out)
         else:
             part = {"measure": measure_all, "track": track_all}[options.part]
             part(options.folder, names, options.budget)

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from accuracy import Case, calibrations, read_cases
+from accuracy_cases import Case, calibrations, read_cases
 from measured_runs import RUNS
 from reports import existing, make_parser, write_report
 from scipy.stats import t as student
@@ -67,6 +67,7 @@ class Cluster:
     source: str
     name: str
     cases: list[Case]
+    folds: list[str]  # of each run, what is left out with it
     base: Calibration
 
     @property
@@ -172,12 +173,30 @@ def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
         source: calibrations([case for case in cases if case.source != source])
         for source in {case.source for case in cases}
     }
+    folds = folds_of(cases)
     clusters = []
     for (source, key), own in sorted(groups.items()):
         base = calibration_among(known[source], *key, is_similar=own[0].is_similar)
         name = f"{source}: {' on '.join(key)}"
-        clusters.append(Cluster(source=source, name=name, cases=[under(case, base) for case in own], base=base))
+        own_folds = [folds[case.run.id] for case in own]
+        own = [under(case, base) for case in own]
+        clusters.append(Cluster(source=source, name=name, cases=own, folds=own_folds, base=base))
     return clusters
+
+
+def folds_of(cases: Sequence[Case]) -> dict[str, str]:
+    """By the id of a run, the model where its source has several, else the number of devices, else the length."""
+    by_source: dict[str, list[Case]] = defaultdict(list)
+    for case in cases:
+        by_source[case.source].append(case)
+    folds: dict[str, str] = {}
+    for own in by_source.values():
+        models = [case.problem.model.name for case in own]
+        sizes = [str(case.problem.cluster.num_devices) for case in own]
+        lengths = [str(case.problem.training.seq_len) for case in own]
+        names = next((names for names in (models, sizes) if len(set(names)) > 1), lengths)
+        folds.update(zip((case.run.id for case in own), names, strict=True))
+    return folds
 
 
 def log_errors(cases: Sequence[Case], calibration: Calibration) -> Floats:
@@ -245,10 +264,10 @@ def judge(cluster: Cluster, prior: ClusterPrior, count: int, draws: int) -> Row:
     model = Linearised(runs, names, full)
     rest = [[at for at in range(len(runs)) if at != out] for out in range(len(runs))]
     unseen = np.array([model.log_errors(model.fit(base, kept), [out])[0] for out, kept in enumerate(rest)])
-    names_of_folds = np.array([case.fold for case in cases])
+    folds = np.array(cluster.folds)
     apart = [
         model.log_errors(model.fit(base, np.flatnonzero(~inside).tolist()), np.flatnonzero(inside).tolist())
-        for inside in (names_of_folds == name for name in np.unique(names_of_folds))
+        for inside in (folds == name for name in np.unique(folds))
         if not inside.all()
     ]
     return Row(

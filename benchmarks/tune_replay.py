@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 import optuna
-from accuracy import calibrations, read_cases
+from accuracy_cases import calibrations, read_cases
 from measured_runs import RUNS
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState

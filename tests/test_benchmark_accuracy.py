@@ -1,10 +1,10 @@
-"""The fit of the intervals (`benchmarks/accuracy.py`)."""
+"""The fit of the intervals (`benchmarks/interval_fit.py`)."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from accuracy import Unseen, fitted_spreads
+from interval_fit import Unseen, fitted_spreads
 
 from autoplan.cost.spreads import GENERAL_PARTS, NORMAL_90, Sides
 

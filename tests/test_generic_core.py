@@ -15,7 +15,7 @@ from autoplan.readers.calibration import load_calibration
 from autoplan.spec.measurement import Measurement
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.timing import TimingTable
-from benchmarks.closed_loop import label, plans_of, problem_of
+from benchmarks.loop_plans import label, plans_of, problem_of
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 ROW = re.compile(r"\| (?P<plan>.+?) \| \d+ ms \| (?P<measured_ms>\d+) ms \|")

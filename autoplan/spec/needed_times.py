@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal
 
 from autoplan.spec.operations import Operation
 from autoplan.spec.timing import TimeSource
@@ -11,7 +11,6 @@ from autoplan.spec.timing import TimeSource
 # How a time is had: as `Provenance` has it for measured ones; of a backward pass from its forward pass, by the ratio of
 # their references; or not measured at all, from curves and datasheets.
 Served = Literal["measured", "disturbed", "interpolated", "scaled", "by its forward pass", "not measured"]
-SERVED: tuple[Served, ...] = get_args(Served)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

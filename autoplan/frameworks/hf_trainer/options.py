@@ -111,11 +111,11 @@ HARMLESS = re.compile(
 )
 
 
-def read_optimizer(options: Options, key: str = "optim") -> OptimizerName:
+def read_optimizer(options: Options) -> OptimizerName:
     """Return the optimizer in a file; an optimizer that is not priced is remarked on and read as Adam."""
-    word = options.text(key) or "adamw_torch"
+    word = options.text("optim") or "adamw_torch"
     if (optimizer := (OPTIM | OTHER_OPTIM).get(word)) is None:
-        options.remark(key, "priced as Adam")
+        options.remark("optim", "priced as Adam")
         return "adam"
     return optimizer
 
