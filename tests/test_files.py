@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 from dataclasses import dataclass, fields
 from importlib import resources
@@ -720,6 +721,13 @@ def test_a_quantity_too_large_for_a_float_in_its_unit_is_refused() -> None:
 def test_a_message_repeats_a_few_unknown_keys_each_cut() -> None:
     message = refusal(DeviceSpec, DEVICE | {f"{'k' * 5000}{number}": 1 for number in range(50)})
     assert "and 42 more" in message
+    assert len(message) < 1500
+
+
+def test_a_message_shows_the_first_of_many_faults_and_counts_the_others() -> None:
+    levels = [{**CLUSTER["levels"][0], f"{'k' * 70}{at}": 1} for at in range(30)]
+    message = refusal(ClusterSpec, {**CLUSTER, "levels": levels})
+    assert re.search(r"; and \d+ faults more", message)
     assert len(message) < 1500
 
 

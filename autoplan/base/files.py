@@ -13,12 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from autoplan.base.errors import InputError
 from autoplan.base.names import close_names
-from autoplan.base.units import bare_key, file_keys, file_units, listed
+from autoplan.base.units import MAX_TEXT, bare_key, counted, file_keys, file_units, listed
 from autoplan.base.value_faults import (
     dataclass_inside,
     number_inside,
@@ -254,8 +255,15 @@ def to_fields(
     if unknown or missing:
         found.append(_key_faults(unknown, missing, hints, path))
     if found and faults is None:
-        raise InputError("; ".join(found))
+        raise InputError(_first_of(found))
     return fields
+
+
+def _first_of(faults: Sequence[str]) -> str:
+    """Return the first faults of a file in one message of at most about `MAX_TEXT` characters, and count the others."""
+    num_shown = max(sum(length <= MAX_TEXT for length in accumulate(map(len, faults))), 1)
+    more = f"; and {counted(len(faults) - num_shown, 'fault')} more" if len(faults) > num_shown else ""
+    return "; ".join(faults[:num_shown]) + more
 
 
 def _field_of(key: str, hints: Collection[str]) -> tuple[str | None, float | None]:
