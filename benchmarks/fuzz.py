@@ -19,13 +19,14 @@ import random
 import re
 import resource
 import signal
+import sqlite3
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -48,13 +49,15 @@ from autoplan.profiler.discover.describe import describe
 from autoplan.profiler.discover.observed import ObservedNode
 from autoplan.profiler.discover.report import read_source
 from autoplan.profiler.discover.write import cluster_toml
-from autoplan.profiler.imports.nccl_tests import read_log
+from autoplan.profiler.imports import read_source as read_timings
+from autoplan.profiler.imports.traces import read_ranks
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.store import open_store
 from autoplan.profiler.store.exchange import read_exchange, write_exchange
 from autoplan.readers.calibration import load_calibration
 from autoplan.readers.cluster import load_cluster, of_size
 from autoplan.readers.huggingface import model_types
+from autoplan.readers.lengths import load_lengths
 from autoplan.readers.mixed_cluster import load_parts
 from autoplan.readers.model import load_model
 from autoplan.runs.predictions import predict_runs
@@ -372,7 +375,11 @@ def file_subjects(scratch: Path) -> Iterator[Subject]:
     yield subject("node description", [*sources, *slurm], describe_source)
     runs = [sample("runs.csv")]
     yield subject("table of runs", runs, lambda path: predict_runs(path, None))
-    yield subject("nccl-tests log", [sample("nccl_tests.txt")], read_nccl_log)
+    yield subject("nccl-tests log", [sample("nccl_tests.txt")], import_timings)
+    traces = [Seed(path.name.removesuffix(".sql"), path.read_text()) for path in sorted((DATA / "traces").iterdir())]
+    yield subject("trace", traces, lambda path: read_ranks(written_trace(path)))
+    yield subject("timings of a trace", traces, lambda path: import_timings(written_trace(path)))
+    yield subject("sample lengths", list(sample_lengths()), lambda path: load_lengths(str(path)))
     records = [Seed("records.jsonl", "\n".join(exchange_lines(scratch)))]
     yield subject("timing records", records, lambda path: add_records(path, scratch))
     logs = [
@@ -412,9 +419,45 @@ def describe_source(path: Path) -> None:
         cluster_toml(described.cluster, described.remarks)
 
 
-def read_nccl_log(path: Path) -> None:
-    """Read a log of nccl-tests, of a collective that it does not name."""
-    read_log(path, device="h100-sxm", operation="all_reduce")
+def sample_lengths() -> Iterator[Seed]:
+    """Yield a histogram of lengths, and samples with all that may say how long they are."""
+    yield Seed("lengths.csv", "tokens,samples\n1k,56\n64k,1\n")
+    samples = (
+        {"num_tokens": 812},
+        {"input_ids": [1, 2, 3], "label": 1},
+        {"prompt": "some words", "completion": "more words", "images": ["a.png"]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "words"}, {"type": "image"}]}]},
+        {"system": "s", "chosen": "longer words", "rejected": "words"},
+    )
+    yield Seed("lengths.jsonl", "\n".join(map(json.dumps, samples)) + "\n")
+
+
+def written_trace(path: Path) -> Path:
+    """Make a file of statements the database that they describe; some bytes of every third one are damaged."""
+    if path.suffix not in (".sqlite", ".db", ".rpd"):
+        return path
+    text = path.read_text(encoding="utf-8", errors="replace")
+    path.unlink()
+    with closing(sqlite3.connect(path)) as database:
+        for statement in text.split(";\n"):
+            with suppress(sqlite3.Error, sqlite3.Warning, ValueError):
+                database.execute(statement)
+        with suppress(sqlite3.Error):
+            database.commit()
+    dice = random.Random(text)
+    if dice.random() < 1 / 3:
+        data = bytearray(path.read_bytes())
+        for _ in range(dice.choice((1, 5, 50)) if data else 0):
+            data[dice.randrange(len(data))] = dice.randrange(256)
+        path.write_bytes(data)
+    return path
+
+
+def import_timings(path: Path) -> None:
+    """Import the timings of a log or a trace, whose collective and device it may not name."""
+    operation = "all_reduce" if path.suffix == ".txt" else None
+    for _ in read_timings(str(path), device="h100-sxm", operation=operation):
+        pass
 
 
 def read_training_log(path: Path) -> None:

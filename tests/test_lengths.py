@@ -97,6 +97,7 @@ def test_what_is_no_sample_is_refused_with_its_line(tmp_path: Path) -> None:
     for text, says in (
         ('{"text": "a"}\n{"label": 3}\n', "line 2: has neither num_tokens"),
         ("{\n", "line 1: not valid"),
+        ("[" * 3000, "line 1: not valid"),
         ('{"num_tokens": -5, "text": "a"}\n', "line 1: num_tokens -5: write a whole number"),
         ("1e400\n", "line 1: "),
         ("", "data.jsonl: holds no samples"),

@@ -107,3 +107,10 @@ def test_values_that_cannot_be_are_refused_by_their_line(tmp_path: Path, part: s
     path.write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"line 1: no line of NCCL Inspector: .*" + name):
         read_source(str(path), device="h100-sxm")
+
+
+def test_a_line_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "node0-pid100.log"
+    path.write_text(line(0, "AllReduce", 1, 8, 1).replace('"nnodes": 2', f'"nnodes": {"[" * 3000}'))
+    with pytest.raises(InputError, match="line 1: no line of NCCL Inspector"):
+        read_source(str(path), device="h100-sxm")

@@ -97,7 +97,7 @@ def _of_samples(path: Path, image_tokens: int) -> Lengths:
                     counts[tokens + image_tokens * by_text] += 1
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise InputError(f"{path}: line {number}: not valid JSON: {error}") from None
     images = f" beside {image_tokens:,} of images" * bool(image_tokens)
     return _binned(counts, f"{path.name}, {BYTES_PER_TOKEN} bytes a token{images}" if is_estimated else path.name)

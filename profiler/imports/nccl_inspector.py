@@ -118,7 +118,7 @@ def _lines(path: Path) -> Iterator[_Line]:
         if text.strip():
             try:
                 yield msgspec.json.decode(text, type=_Line, strict=False)
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, RecursionError) as error:
                 raise InputError(f"{path}, line {at}: no line of NCCL Inspector: {cleaned(str(error))}") from None
 
 
