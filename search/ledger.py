@@ -95,7 +95,13 @@ class Ledger:
             for trial in trials:
                 if trial.state == TrialState.RUNNING and self._waited_s(_sign_of_life(trial)) >= self._grace_s:
                     self._fail(trial)
-            priced = {trial.user_attrs["cell"]: trial for trial in trials if "findings" in trial.user_attrs}
+            with refusing_damage():
+                all_cells = range(len(self._cells))
+                priced = {
+                    all_cells.index(trial.user_attrs["cell"]): trial  # ValueError if there is none
+                    for trial in trials
+                    if "findings" in trial.user_attrs
+                }
             alive = [trial for trial in trials if trial.state not in (TrialState.FAIL, TrialState.WAITING)]
             if len(alive) < sampling.trials:
                 self._run_trial(self._study.ask(axes.distributions), axes, priced, price)

@@ -9,10 +9,11 @@ import numpy as np
 import optuna
 import pytest
 
-from autoplan.base.errors import AutoplanError, NoPlanError
+from autoplan.base.errors import AutoplanError, InputError, NoPlanError
 from autoplan.cost.estimate import estimate
 from autoplan.search.advice import check_result, fits_somewhere, smallest_nodes, why_empty
 from autoplan.search.ranking import Leaders, ordering, ranked, seconds_per_sequence
+from autoplan.search.sampler import Sampling
 from autoplan.search.space import Space
 from autoplan.search.storage import opened
 from autoplan.search.study import MARGIN, Shared, search
@@ -370,3 +371,13 @@ def test_a_damaged_journal_is_refused_in_one_line_or_harmless(tmp_path: Path) ->
             refusals.add(str(error))
     assert any("damaged" in text for text in refusals)
     assert not any("\n" in text for text in refusals)
+
+
+@pytest.mark.parametrize("cell", ['{"cell":70000}', '{"cell":"x"}', '{"other":0}'])
+def test_a_cell_that_a_journal_of_sampled_cells_cannot_name_is_refused(tmp_path: Path, cell: str) -> None:
+    problem, space = make(DENSE, "h100-sxm:1x2", batches=(4,))
+    journal, sampling = tmp_path / "journal", Sampling(name="random", trials=1, seed=0, warm=False)
+    search(problem, space, sampling=sampling, shared=Shared(url=str(journal), name="a"))
+    journal.write_text(re.sub(r'\{"cell":[0-9]+\}', cell, journal.read_text()))
+    with pytest.raises(InputError, match="the study is damaged"):
+        search(problem, space, sampling=sampling, shared=Shared(url=str(journal), name="a"))
