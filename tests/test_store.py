@@ -23,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import MetaData, inspect, text
 
+from autoplan.api.database import change, copy
 from autoplan.base.errors import InputError, StoreError, StoreWarning
 from autoplan.profiler.record import SLOWED, Fingerprint, Mode, Record, Status
 from autoplan.profiler.store import Choice, HostsApart, Store, kept_timings, match, open_store, schema
@@ -519,6 +520,44 @@ def test_many_timings_are_kept_until_a_record_or_a_mark_is_new(
     assert not looked_up()[1]
     looked_up(operations=["wgrad"])
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_pushes_hides_and_pulls_reach_a_team_whose_timings_are_kept(
+    store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_timings, "_folder", lambda: tmp_path / "cache")
+    mine = str(tmp_path / "mine.db")
+    slow = replace(GEMM, host="node2", samples_s=(GEMM.seconds * 1.5,), measured_at="2026-11-24T00:00:00Z")
+    open_store(mine).close()
+
+    def served(place: str) -> float | None:
+        """Return what a search would take for the product: kept, and chosen anew."""
+        found = []
+        for most_read in (1, 10**6):
+            monkeypatch.setattr(kept_timings, "MAX_READ", most_read)
+            with open_store(place, writable=False) as again:
+                found.append({time.shape: time.seconds for time in again.timings(LAB)}.get(GEMM.shape))
+        assert found[0] == found[1]
+        return found[0]
+
+    store.add([GEMM, *some_records(0, 3)])
+    assert served(url) == GEMM.seconds
+    with open_store(mine) as own:
+        own.add([slow])
+    assert served(mine) == slow.seconds
+    copy(mine, url)
+    assert served(url) == slow.seconds  # of two hosts
+    copy(url, mine)
+    change([slow.key], "a hot node", mine, hides=True)
+    assert (served(mine), served(url)) == (GEMM.seconds, slow.seconds)
+    copy(mine, url)
+    assert served(url) == GEMM.seconds
+    change([GEMM.key], "not this one either", url, hides=True)
+    copy(url, mine)
+    assert (served(mine), served(url)) == (None, None)
+    change([slow.key], "no, it is sound", mine, hides=False)
+    copy(mine, url)
+    assert (served(mine), served(url)) == (slow.seconds, slow.seconds)
 
 
 def test_only_work_with_news_is_chosen_anew(

@@ -31,6 +31,11 @@ class Lazily(Mapping[K, V]):
     def __len__(self) -> int:
         return len(self._makers)
 
+    @property
+    def made(self) -> Mapping[K, V]:
+        """Return those that were asked for."""
+        return self._made
+
     def but(self, key: K, value: V) -> Lazily[K, V]:
         """Return these with another value at a key."""
         return Lazily({**{old: partial(self.__getitem__, old) for old in self}, key: lambda: value})

@@ -72,10 +72,12 @@ class MeasuredTimes(Rows):
     is_burst: Bools
     is_disturbed: Bools
 
-    def with_more(self, others: MeasuredTimes) -> MeasuredTimes:
+    def with_more(self, *others: MeasuredTimes) -> MeasuredTimes:
         """Return these times and others of the same operation and type."""
-        names = [column.name for column in fields(self)]
-        return MeasuredTimes(**{name: np.concatenate([getattr(self, name), getattr(others, name)]) for name in names})
+        if not others:
+            return self
+        parts, names = (self, *others), [column.name for column in fields(self)]
+        return MeasuredTimes(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -45,16 +45,15 @@ class PinnedTimings:
     @classmethod
     def of(cls, table: TimingTable, *, with_times: bool) -> PinnedTimings:
         """Return what travels of a table: all of it, or of a large one what was asked for; without times its digest."""
-        num_times = sum(len(times.exact) for times in table.times.values())
         return cls(
             digest=table.digest,
-            num_times=num_times,
+            num_times=table.num_times,
             database=table.origin.database,
             machine=table.origin.machine,
             match=int(table.match),
             is_own=table.is_own,
             contention=dict(table.contention),
-            times=_pinned(table, looked_up_only=num_times > MAX_PINNED) if with_times else {},
+            times=_pinned(table, looked_up_only=table.num_times > MAX_PINNED) if with_times else {},
         )
 
     @property
@@ -85,7 +84,7 @@ class PinnedTimings:
 
 def _pinned(table: TimingTable, *, looked_up_only: bool) -> dict[str, tuple[PinnedTime, ...]]:
     pinned = {}
-    for (operation, dtype), times in sorted(table.times.items()):
+    for (operation, dtype), times in sorted((table.times.made if looked_up_only else table.times).items()):
         kinds = times.looked_up_kinds(operation) if looked_up_only else set()
         pinned_times = tuple(
             PinnedTime(shape, seconds, times.sources[shape], shape in times.disturbed)

@@ -217,6 +217,7 @@ class TimingTable:
     """
 
     times: Lazily[tuple[Operation, str], _Times] = field(default_factory=lambda: Lazily({}))
+    measured: Mapping[tuple[Operation, str], MeasuredTimes] = field(default_factory=dict)  # what `times` are made of
     disturbed_share: float = 0.0  # of its times
     source_factors: SourceFactors = AS_MEASURED
     slower: Mapping[Operation, float] = field(default_factory=dict)  # what times of an operation are multiplied by
@@ -239,6 +240,11 @@ class TimingTable:
         return not self.times and self.lookups is None
 
     @property
+    def num_times(self) -> int:
+        """Number of shapes that were measured."""
+        return sum(len(times.seconds) for times in self.measured.values())
+
+    @property
     def has_kernels(self) -> bool:
         """Return whether anything that a device computes was measured."""
         return any(SHAPES[operation] not in (GROUP_SIZES, PIPELINE_SIZES) for operation, _ in self.times)
@@ -256,14 +262,13 @@ class TimingTable:
     @property
     def digest(self) -> str:
         """SHA-256 of its times in 16 hexadecimal digits, the same in whatever order they came; blank where empty."""
-        if not self.times or self.origin.digest:
+        if not self.measured or self.origin.digest:
             return self.origin.digest
         hashed = hashlib.sha256()
-        for (operation, dtype), times in sorted(self.times.items()):
-            disturbed = times.disturbed
-            # Sorted already.
-            lines = [f"{operation} {dtype} {at} {seconds!r} {at in disturbed}\n" for at, seconds in times.exact.items()]
-            hashed.update("".join(lines).encode())
+        for (operation, dtype), times in sorted(self.measured.items()):
+            hashed.update(f"{operation} {dtype} {len(times.seconds)}\n".encode())
+            for column, width in ((times.shapes, "<i8"), (times.seconds, "<f8"), (times.is_disturbed, "?")):
+                hashed.update(column.astype(width).tobytes())
         for operation, share in sorted(self.contention.items()):
             hashed.update(f"{operation} beside products {share!r}\n".encode())
         return hashed.hexdigest()[:16]
@@ -289,7 +294,10 @@ class TimingTable:
         return times.sources_of(operation, shape) if times else []
 
     def with_time(self, operation: Operation, dtype: str, shape: tuple[float, ...], seconds: float) -> TimingTable:
-        """Return the table as if one shape took so many seconds, and no other shape longer or shorter for it."""
+        """Return the table as if one shape took so many seconds, and no other shape longer or shorter for it.
+
+        Its digest stays that of what was measured.
+        """
         times = self.times.get((operation, dtype)) or _Times(
             exact={}, sources={}, disturbed=frozenset(), between={}, shifted={}
         )
@@ -318,6 +326,7 @@ class TimingTable:
         num_disturbed, num_times = map(sum, zip(*counts, strict=True)) if counts else (0, 1)
         return cls(
             times=Lazily({kind: partial(_times, kind[0], own) for kind, own in times.items()}),
+            measured=times,
             disturbed_share=num_disturbed / num_times,
             contention=contention or {},
             match=Match(max((own.matches.max() for own in times.values()), default=Match.EXACT)),

@@ -8,8 +8,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
 
+from autoplan.base.arrays import Ints, distinct_rows
 from autoplan.profiler.contention import BesideProducts
 from autoplan.profiler.protocol import PRODUCTS_S
 from autoplan.profiler.record import SLOWED
@@ -17,8 +19,8 @@ from autoplan.profiler.selection import DISTURBED, may_stand_in
 from autoplan.profiler.store.marks import is_hidden
 from autoplan.profiler.store.rows import shape_of
 from autoplan.profiler.store.schema import records
-from autoplan.profiler.store.time_columns import TIMED, measurements_of
-from autoplan.spec.measurement import Match, Measurements
+from autoplan.profiler.store.time_columns import TIMED, Times, read_times, times_of_rows
+from autoplan.spec.measurement import Match, MeasuredTimes, Measurements
 from autoplan.spec.operations import COLLECTIVES, Operation
 
 _CHOSEN_BY = (*TIMED, *(records.c[name] for name in ("mode", "status", "kernel", "conditions", "host", "work_hash")))
@@ -69,20 +71,50 @@ def choose_timings(
     then this is the normal state of the machine, and all of them count.  Hidden ones never count.  If nothing settled,
     a disturbed record is used if it may be (`profiler.selection`).
     """
-    rows: list[Any] = []
     unread: set[str] = set()
     apart: list[HostsApart] = []
-    usable = [records.c.is_alone, ~is_hidden()]
+    usable = [~is_hidden()]
     if operations is not None:
         usable.append(records.c.operation.in_(list(operations)))
-    if work is not None:  # the columns of an index
+    if work is not None:
         names = ("operation", "dtype", "work_hash")
         usable += [records.c[name].in_({getattr(row, name) for row in work}) for name in names]
-    for level in sorted(set(levels.values())):
-        rows += _rows_of(connection, _candidates(levels, level, usable), unread, apart)
-    rows += (row[: len(TIMED)] for row in _stand_ins(connection, levels, usable))
-    measurements = measurements_of(device, rows, levels, unread)
+    is_candidate = records.c.status.in_(("ok", *DISTURBED))
+    found = read_times(connection, levels, (*usable, is_candidate), unread)
+    usable.append(records.c.is_alone)
+    times: Times = {}
+    repeated_at: set[Match] = set()
+    has_unsettled = False
+    for kind, candidates in found.items():
+        nearest, counts = _of_same_shape(candidates)
+        times[kind] = candidates.take((candidates.matches == nearest) & (counts == 1))
+        repeated_at |= set(map(Match, np.unique(nearest[counts > 1]).tolist()))
+        has_unsettled |= bool((counts == 0).any())
+    rows: list[Any] = []
+    for level in sorted(repeated_at):
+        conditions = _candidates(levels, level, (*usable, is_candidate))
+        repeated = select(records.c.work_hash).where(*conditions).group_by(records.c.work_hash).having(func.count() > 1)
+        rows += _median_rows(connection.execute(_compared(conditions, repeated)), unread, apart)
+    if has_unsettled:
+        rows += _stand_ins(connection, levels, usable)
+    for kind, compared in times_of_rows((row[: len(TIMED)] for row in rows), levels, unread).items():
+        times[kind] = times[kind].with_more(compared) if kind in times else compared
+    measurements = Measurements(device=device, times={kind: own for kind, own in times.items() if len(own.seconds)})
     return ChosenTimings(measurements=measurements, hosts_apart=tuple(apart), unread=frozenset(unread))
+
+
+def _of_same_shape(times: MeasuredTimes) -> tuple[Ints, Ints]:
+    """Return for every time the level of the nearest settled one of its shape, and how many of its shape are there.
+
+    Where none of its shape has settled, the number is 0.
+    """
+    firsts, shape_of_time = distinct_rows(*times.shapes.T)
+    nearest = np.full(len(firsts), len(Match))
+    is_settled = ~times.is_disturbed
+    np.minimum.at(nearest, shape_of_time[is_settled], times.matches[is_settled])
+    own = nearest[shape_of_time]
+    counts = np.bincount(shape_of_time[times.matches == own], minlength=len(nearest))
+    return own, counts[shape_of_time]
 
 
 def _candidates(
@@ -91,32 +123,11 @@ def _candidates(
     """Return the conditions on records of machines at a level, of work that no more similar machine has measured."""
     at_level = [number for number, level_of in levels.items() if level_of == level]
     nearer = [number for number, level_of in levels.items() if level_of < level]
-    candidates = [records.c.fingerprint_id.in_(at_level), *usable, records.c.status.in_(("ok", *DISTURBED))]
+    candidates = [records.c.fingerprint_id.in_(at_level), *usable]
     if nearer:
         is_served = (records.c.fingerprint_id.in_(nearer), *usable, records.c.status == "ok")
         candidates.append(records.c.work_hash.not_in(select(records.c.work_hash).where(*is_served)))
     return candidates
-
-
-def _rows_of(
-    connection: Connection, candidates: Sequence[ColumnElement[bool]], unread: set[str], apart: list[HostsApart]
-) -> list[Any]:
-    """Return one row of the columns `TIMED` for each work of the candidates; only repeated work is compared."""
-    work = records.c.work_hash
-    counts = select(func.count(), func.count(work.distinct())).where(*candidates)
-    num_rows, num_works = connection.execute(counts).one()
-    if not num_rows:
-        return []
-    rows: list[Any] = []
-    settled = select(records.c.id).where(*candidates, records.c.status == "ok")
-    if num_rows > num_works:
-        repeated = select(work).where(*candidates).group_by(work).having(func.count() > 1)
-        settled = settled.where(work.not_in(repeated))
-        compared = _median_rows(connection.execute(_compared(candidates, repeated)), unread, apart)
-        rows += (row[: len(TIMED)] for row in compared)
-    # By the number of rows, which is their order in the table: by index, each would be looked for there alone.
-    rows += connection.execute(select(*TIMED).where(records.c.id.in_(settled))).all()
-    return rows
 
 
 def _median_rows(rows: Iterable[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
