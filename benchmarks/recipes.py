@@ -7,8 +7,9 @@ contradicts the proof of that search, which is one over plans that fit, and the 
 by the model do not fit, or are not sure to, are counted by themselves: their memory is wrong, or what the table leaves
 out of them, not the proof.
 
-Where the best plan is much faster it is told which changes of the recipe make it so, each after those before it, and
-what later recipes of the same model, devices, precision and length measured: their authors changed the same things.
+Where the best plan is much faster it is told which changes of the recipe make it so, each after those before it, what
+recipes of the same model, devices, precision and length measured, and whether the fastest of them took about as long
+as the price of the best plan: then its authors found what the search finds.  Other prices nothing confirms.
 
 usage: python benchmarks/recipes.py [--runs RUNS.csv] [--report REPORT.md] [--jobs N] [--source NAME ...]
 """
@@ -45,12 +46,22 @@ from autoplan.spec.problem import Problem
 TUNED = ("nvbridge", "dgxc", "nemo2407", "mlm2021", "mlm2024", "megascale", "mtnlg", "launcher2208", "mlperf")
 TOLERANCE = 1e-3  # a recipe so little below the best plan is no exception
 MUCH_FASTER = 0.10  # a best plan so far below a tuned recipe has to be believed for a reason
-# Reasons to believe that plans are much faster than tuned recipes, by how an id or the name of a model begins: the
-# longest counts.
+CONFIRMED = 0.9  # of the fastest measured time: a best plan that is priced no lower was found by others
+# Why plans are priced much faster than tuned recipes, by how an id or the name of a model begins: the longest counts.
 _LATER = (
-    "its later recipes changed the same; the overlap alone gained 15 to 18 % (bridge_ab-020 to -023), micro-batch 4 "
-    "instead of 1 a factor of 2.8 (nvbridge-227, -100)"
+    "later recipes of its model changed the same; the overlap alone gained 15 to 18 % (bridge_ab-020 to -023), "
+    "micro-batch 4 instead of 1 a factor of 2.8 (nvbridge-227, -100)"
 )
+_AS_ELSEWHERE = (
+    "its latest recipes here neither hide expert traffic nor run one graph; those of DeepSeek-V3 and Qwen3-30B in "
+    "26.06 for other Blackwell devices do both, and took .93 to 1.06 times their price (nvbridge-001, -002, -007, "
+    "-008, -041, -042, -049)"
+)
+_ON_HOPPER = (
+    "no recipe here hides expert traffic or captures a graph; the price of pipelines is in doubt: its own two took 1.3 "
+    "and 1.7 times theirs, the one that drops tokens .93 times"
+)
+_INTERLEAVED = "its table does not say how it interleaves, which its source does; priced without, micro-batches wait"
 _GRAPHED = (
     "its recipe, but Super's on B200, captures attention, Mamba and routers, which its row does not say "
     "(Megatron-Bridge v0.3.1 to 067f987, nemotronh): it has what graphs save here, and the price without is too high"
@@ -60,8 +71,10 @@ _SPLIT_HEAD = "the last of 2 stages has a head of 202,048 words, as long as 3 of
 _SPLIT_EXPERTS = "not measured: experts whole, where etp 4 gathers their tokens and cuts their products in four"
 REASONS = {
     "mlm2021": "all its runs repeat every layer, one forward pass in four (arXiv:2104.04473, section 3.5)",
-    "mlm2024": "a study of scaling at micro-batch 1; without interleaving m micro-batches wait for pp - 1 more",
-    "megascale": "without interleaving m micro-batches wait for pp - 1 more",
+    "mlm2024": f"{_INTERLEAVED}; nor does it say the micro-batch, which is priced as 1",
+    "mlm2024-003": "its table does not say the micro-batch, priced as 1; a study of scaling, whose tp grows by steps",
+    "mlm2024-004": "as mlm2024-003, and priced 15 % above its measurement: its micro-batch is probably a larger one",
+    "megascale": _INTERLEAVED,
     "nemo2407-009": "the last of 4 stages has a head of 256,000 words, as long as 3 of its 10 layers",
     "dgxc-293": "ep 64 goes through the network, and nothing hides it before Megatron-Core 0.14; ep 8 stays in a node",
     "dgxc-294": "as dgxc-293",
@@ -74,7 +87,8 @@ REASONS = {
     "dgxc-290": _SPLIT_HEAD,
     "dgxc-291": _SPLIT_EXPERTS,
     "dgxc-292": _SPLIT_EXPERTS,
-    "launcher2208-011": "without interleaving m micro-batches wait for pp - 1 more",
+    "launcher2208-011": "its file does not interleave, and m micro-batches wait for pp - 1 more; it took 1.3 times its "
+    "price",
     "nemotron-h": "virtual stages of hybrids, which Megatron-Core has from 2026 on (pull request 3377), not "
     "that container",
     "nvbridge-260": "its recipe repeats 5 of 32 layers, its row all: recompute_num_layers, and 9.07 s measured",
@@ -82,7 +96,17 @@ REASONS = {
     "scripts/performance/run_script.py: A2A_1F1B on H100)",
     "Qwen3": _LATER,
     "DeepSeekV3": _LATER,
-    "Kimi_K2": _LATER,
+    "Kimi_K2": _AS_ELSEWHERE,
+    "nvbridge-043": _AS_ELSEWHERE,
+    "nvbridge-090": _AS_ELSEWHERE,
+    "nvbridge-136": _AS_ELSEWHERE,
+    "nvbridge-100": _AS_ELSEWHERE,
+    "nvbridge-227": f"{_LATER}; {_AS_ELSEWHERE}",
+    "nvbridge-258": f"{_LATER}; {_AS_ELSEWHERE}",
+    "nvbridge-050": _ON_HOPPER,
+    "nvbridge-101": _ON_HOPPER,
+    "nvbridge-191": _ON_HOPPER,
+    "nvbridge-264": _ON_HOPPER,
     "nemotron3-nano": _GRAPHED,
     "nemotron3.5-lightning": _GRAPHED,
     "nemotron3-super": f"{_GRAPHED}; waits of micro-batches of 1 and casts of 64 experts a rank are fitted to its runs",
@@ -120,7 +144,7 @@ class Recipe:
     plan: ParallelPlan
     measured_s: float  # median of its runs
     fixed: tuple[str, ...]  # options that were no choice in its software
-    unknown: tuple[str, ...]  # what decides its memory and is not told, or not priced
+    unknown: tuple[str, ...]  # what decides its memory or time and is not told
 
     @property
     def pace_s(self) -> float:
@@ -219,8 +243,10 @@ def main() -> int:
 
 def published(path: Path, sources: tuple[str, ...]) -> list[Recipe]:
     """Return the tuned configurations of the table at `path`, each once."""
-    found: dict[str, list[tuple[Run, Problem, ParallelPlan, float, tuple[str, ...]]]] = {}
-    for run, row in with_answers(path, read_runs(path)):
+    found: dict[str, list[tuple[Run, Problem, ParallelPlan, float, tuple[str, ...], bool]]] = {}
+    answered = list(with_answers(path, read_runs(path)))
+    tells_interleaving = {source_of(run) for run, row in answered if row["vp"]}
+    for run, row in answered:
         if not source_of(run).startswith(sources) or row["status"] != "ok" or not (run.problem and run.plan):
             continue
         problem = run.problem
@@ -231,15 +257,16 @@ def published(path: Path, sources: tuple[str, ...]) -> list[Recipe]:
         problem = replace(problem, framework=problem.framework.choosing(plan).preferring(f"attention={plan.attention}"))
         problem, fixed = with_accumulation_of(plan, problem)
         measured = step_s(row, run.problem, plan)
-        found.setdefault(repr((problem, plan)), []).append((run, problem, plan, measured, fixed))
+        is_interleaving_told = plan.pp == 1 or source_of(run) in tells_interleaving
+        found.setdefault(repr((problem, plan)), []).append((run, problem, plan, measured, fixed, is_interleaving_told))
     return [
         Recipe(
             ids=tuple(run.id for run, *_ in rows),
             problem=rows[0][1],
             plan=rows[0][2],
-            measured_s=statistics.median(measured for *_, measured, _ in rows),
-            unknown=unknown_of([run for run, *_ in rows]),
-            fixed=rows[0][-1],
+            measured_s=statistics.median(measured for *_, measured, _, _ in rows),
+            unknown=unknown_of([run for run, *_ in rows], is_interleaving_told=any(told for *_, told in rows)),
+            fixed=rows[0][4],
         )
         for rows in found.values()
     ]
@@ -254,9 +281,12 @@ def with_accumulation_of(plan: ParallelPlan, problem: Problem) -> tuple[Problem,
     return replace(problem, framework=offering), (f"{_ACCUMULATION}=off",)
 
 
-def unknown_of(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Return what decides the memory of a recipe and no row of it tells, or no plan is priced with."""
-    return () if any(map(recompute_is_stated, runs)) else ("recomputation not told",)
+def unknown_of(runs: Sequence[Run], *, is_interleaving_told: bool) -> tuple[str, ...]:
+    """Return what decides the memory and time of a recipe and no row of it tells."""
+    return (
+        *(() if any(map(recompute_is_stated, runs)) else ("recomputation not told",)),
+        *(() if is_interleaving_told else ("interleaving not told",)),
+    )
 
 
 def step_s(row: dict[str, str], problem: Problem, plan: ParallelPlan) -> float:
@@ -302,10 +332,15 @@ def steps_to(recipe: Recipe, best: ParallelPlan) -> tuple[tuple[str, float], ...
 
 
 def fastest_like(recipe: Recipe, comparisons: Iterable[Comparison]) -> Recipe | None:
-    """Return the recipe of the same problem that was measured to be the fastest, where it is much faster."""
-    rivals = [each.recipe for each in comparisons if each.recipe.is_like(recipe)]
-    best = min(rivals, key=lambda rival: rival.pace_s)
-    return best if recipe.pace_s / best.pace_s > 1.0 + MUCH_FASTER else None
+    """Return the recipe of the same problem that was measured to be the fastest; None if none was measured."""
+    rivals = [each.recipe for each in comparisons if each.recipe.is_like(recipe) and each.recipe.pace_s > 0]
+    return min(rivals, key=lambda rival: rival.pace_s, default=None)
+
+
+def share_of_fastest(each: Comparison, comparisons: Iterable[Comparison]) -> float:
+    """Return the price of the best plan over the fastest measured time of the same problem; NaN without one."""
+    fastest = fastest_like(each.recipe, comparisons)
+    return each.best_s / each.recipe.plan.global_batch / fastest.pace_s if fastest else float("nan")
 
 
 def longest_steps(comparisons: Iterable[Comparison]) -> str:
@@ -329,9 +364,11 @@ def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
             yield f"{'':43}best:   {each.best.describe()}"
         if each.steps:
             yield f"{'':43}by:     {', '.join(f'{axes} {gain:.3f}' for axes, gain in each.steps)}"
-        if each.is_much_slower and (later := fastest_like(each.recipe, found)):
-            gain = each.recipe.pace_s / later.pace_s
-            yield f"{'':43}since:  {later.ids[0]} measured {gain:.3f} times as fast: {later.plan.describe()}"
+        if each.is_much_slower and (fastest := fastest_like(each.recipe, found)):
+            if (gain := each.recipe.pace_s / fastest.pace_s) > 1.0 + MUCH_FASTER:
+                yield f"{'':43}since:  {fastest.ids[0]} measured {gain:.3f} times as fast: {fastest.plan.describe()}"
+            share = share_of_fastest(each, found)
+            yield f"{'':43}best:   {share:.3f} of the fastest measured time of its problem ({fastest.ids[0]})"
         if (each.is_much_slower or each.is_unsure) and each.reason:
             yield f"{'':43}why:    {each.reason}"
         for line in (*each.refusals, *((each.failure,) if each.failure else ())):
@@ -349,6 +386,13 @@ def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
             f"time of a recipe over the best plan's: median {statistics.median(gaps):.3f}, least {min(gaps):.3f}, "
             f"most {max(gaps):.3f}; best plan more than {MUCH_FASTER:.0%} faster: {len(much)}"
         )
+    untold = [each for each in much if "interleaving not told" in each.recipe.unknown]
+    confirmed = [each for each in much if each not in untold and share_of_fastest(each, found) >= CONFIRMED]
+    yield (
+        f"of these, {len(untold)} are beside recipes whose interleaving is not told; of the others, {len(confirmed)} "
+        f"best plans cost at least {CONFIRMED:.0%} of the fastest measured time of the same problem, and "
+        f"{len(much) - len(untold) - len(confirmed)} cost less, which no measurement confirms"
+    )
 
 
 if __name__ == "__main__":
