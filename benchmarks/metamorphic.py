@@ -197,8 +197,8 @@ def _never_larger(name: str, terms: tuple[str, ...], changed: Callable[[PlanBatc
         had, kept = (add_up(costs.memory_terms_bytes[term] for term in terms) for costs in (before, after))
         grown = np.minimum(kept / np.maximum(had[rows], 1.0), after.memory_bytes / before.memory_bytes[rows]) - 1
         for at in map(int, np.flatnonzero(grown > ROUNDING)):
-            plans = priced.plans.plan(int(rows[at])), less.plan(at)
-            ranks = zip(*(stage_costs(priced.problem, plan) for plan in plans), strict=True)
+            plan, smaller = priced.plans.plan(int(rows[at])), less.plan(at)
+            ranks = zip(stage_costs(priced.problem, plan), stage_costs(priced.problem, smaller), strict=True)
             grown[at] = max(_growth(*rank, terms) for rank in ranks)
         return rows, grown
 
