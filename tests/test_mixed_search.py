@@ -337,13 +337,15 @@ def test_a_part_that_does_not_divide_the_batch_is_searched_with_fewer_nodes() ->
 
 
 def test_a_node_more_is_left_idle_where_it_makes_plans_slower() -> None:
-    """Bounds left 28 % open on all nodes, on which every plan is 24 % slower than on one node less."""
-    words = {"global_batch": 32, "seq_len": 1024, "framework": "torch", "prefer": "fastest"}
+    """Bounds leave 19 % open on all nodes, where no plan is as fast as on one node less."""
+    fixed = ["tp=1", "micro_batch=1", "recompute=none", "sharding=zero1"]
+    words = {"global_batch": 32, "seq_len": 1024, "framework": "torch", "fix": fixed, "forbid": ["offload"]}
     on_one, on_two = (
-        autoplan.search_mixed("llama2-13b", cluster=f"a100-sxm:{nodes}x4+h100-sxm:3x4", **words).best.step_s
+        autoplan.search_mixed("llama2-7b", cluster=f"a100-sxm:{nodes}x4+h100-sxm:3x4", prefer="fastest", **words).best
         for nodes in (1, 2)
     )
-    assert on_two <= on_one * (1 + 1e-9)
+    assert on_two.step_s <= on_one.step_s * (1 + 1e-9)
+    assert on_two.plan.num_devices == on_one.plan.num_devices == 16
 
 
 def test_a_node_of_each_part_is_left_idle_where_neither_alone_helps() -> None:
@@ -413,7 +415,7 @@ def test_a_batch_without_a_sequence_for_a_replica_is_refused() -> None:
 
 def test_every_plan_is_one_of_the_framework() -> None:
     """The built-in trainer has no context parallelism, which Megatron-LM would take for such sequences."""
-    parts = scaled("a100-sxm:1x8", "a100"), scaled("h100-sxm:1x8", "h100")
+    parts = scaled("a100-sxm:1x4", "a100"), scaled("h100-sxm:1x4", "h100")
     problem = problem_of(*parts, seq_len=65536, framework=load_framework("torch"))
     result = search_mixed(problem, 16)
     for cost in result.ranked:
@@ -438,11 +440,20 @@ def space_of_all(model: str, cluster: str, global_batch: int, options: dict[str,
     return MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=Equal(), most_z=RISKY_Z)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v", "dualpipe-v"])
-def test_every_schedule_is_searched_within_its_bounds(schedule: str) -> None:
+@pytest.fixture(scope="module")
+def of_torchtitan() -> tuple[MixedSpace, list[Candidate]]:
+    """A space with the plans of all schedules, and its candidates."""
     space = space_of_all("llama2-7b", "h100-sxm:1x8+mi300x:1x8", 64, {"framework": "torchtitan", "seq_len": 1024})
-    candidates = [way for way in itertools.chain(*candidates_of(space).values()) if way.schedule == schedule]
-    assert check_bounds(space, random.Random(1).sample(candidates, 12), random.Random(1)) >= 40
+    return space, list(itertools.chain(*candidates_of(space).values()))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "zb-v", "dualpipe-v"])
+def test_every_schedule_is_searched_within_its_bounds(
+    of_torchtitan: tuple[MixedSpace, list[Candidate]], schedule: str
+) -> None:
+    space, candidates = of_torchtitan
+    candidates = [candidate for candidate in candidates if candidate.schedule == schedule]
+    assert check_bounds(space, random.Random(1).sample(candidates, 8), random.Random(1)) >= 25
 
 
 def test_a_schedule_that_splits_the_backward_pass_wins_over_unlike_nodes() -> None:
@@ -574,8 +585,8 @@ def random_plan(refiner: Refiner, structure: Structure, choices: random.Random) 
 @pytest.fixture(scope="module")
 def experts() -> tuple[MixedProblem, MixedResult]:
     """A mixture of experts on two kinds of nodes, and the search of all its plans."""
-    parts = load_any_cluster("h100-sxm:1x8+a100-sxm:1x8").parts
-    problem = problem_of(*parts, model=replace(load_model("mixtral-8x7b"), num_layers=8), seq_len=4096)
+    parts = load_any_cluster("h100-sxm:1x4+a100-sxm:1x8").parts
+    problem = problem_of(*parts, model=replace(load_model("mixtral-8x7b"), num_layers=4), seq_len=4096)
     return problem, search_mixed(problem, 16)
 
 
@@ -627,7 +638,7 @@ def test_no_degree_of_experts_beats_the_search_of_all(experts: tuple[MixedProble
     """Structures whose pipelines have the same degrees were kept once, whatever their degree of experts."""
     problem, free = experts
     best_s = free.ranked[0].step_s
-    for ep in (2, 8):
+    for ep in (2, 4):
         fixed = search_mixed(problem, 16, fix=[f"ep={ep}"]).ranked
         assert all(cost.plan.common.ep == ep for cost in fixed)
         assert best_s <= fixed[0].step_s * (1 + 1e-9)

@@ -40,7 +40,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> str:
 def folder(plan: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder with the plan, and a Slurm."""
     (tmp_path / "plan.json").write_text(plan)
-    (tmp_path / "often.toml").write_text('extends = "slurm"\npoll_every_s = 0.2\n')
+    (tmp_path / "often.toml").write_text('extends = "slurm"\npoll_every_s = 1\n')
     (tmp_path / "slurm").mkdir()
     slurm = StandIn(tmp_path / "slurm")
     programs = Path(sys.executable).parent  # torchrun is there, whether or not the environment is active
@@ -56,7 +56,7 @@ def one_rank(folder: Path) -> None:
 
 
 def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folder: Path) -> None:
-    asked = "profile --for plan.json --template often.toml --budget 2s --allowance 0.02s --db times.db --work job"
+    asked = "profile --for plan.json --template often.toml --budget 1s --allowance 0.02s --db times.db --work job"
     done = run(folder, *asked.split())
     assert done.returncode == 0, done.stderr
     records = held(folder / "times.db")

@@ -178,51 +178,28 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
-        check_count("num_layers", self.num_layers, at_most=MAX_LAYERS)
-        check_count("hidden_size", self.hidden_size, at_most=MAX_SIZE)
-        check_count("vocab_size", self.vocab_size, at_least=2, at_most=10**8)
-        check_count("num_heads", self.num_heads, at_most=MAX_SIZE)
-        check_count("ffn_size", self.ffn_size, at_least=0, at_most=MAX_SIZE)
-        if self.embedding_size is not None:
-            check_count("embedding_size", self.embedding_size, at_most=MAX_SIZE)
-            if not (self.head_transform and self.tied_embeddings):
-                raise InputError(
-                    "embedding_size needs head_transform, which brings its width back, and tied_embeddings"
-                )
+        for name, (at_least, at_most) in _COUNTS.items():
+            if (count := getattr(self, name)) is not None:
+                check_count(name, count, at_least=at_least, at_most=at_most)
+        check_count("matrix_groups", self.matrix_groups, at_most=self.hidden_size)
+        check_positive("rope_base", self.rope_base)
+        check_not_negative("activation_tensors", self.activation_tensors)
+        if self.embedding_size is not None and not (self.head_transform and self.tied_embeddings):
+            raise InputError("embedding_size needs head_transform, which brings its width back, and tied_embeddings")
         if self.shared_layers and (self.moe or len(set(self.layers)) > 1 or self.num_mtp_layers):
             raise InputError("shared_layers needs layers that are alike, without moe and num_mtp_layers")
-        check_count("matrix_groups", self.matrix_groups, at_most=self.hidden_size)
-        check_count("low_rank", self.low_rank, at_least=0, at_most=MAX_SIZE)
         if self.low_rank and (self.moe or self.mla or self.linear_attention or self.layer_pattern or self.any_encoder):
             raise InputError("low_rank goes with plain attention and dense MLPs alone")
-        check_count("norms_per_block", self.norms_per_block, at_most=2)
-        check_count("max_positions", self.max_positions, at_least=0)
-        check_count("full_attention_interval", self.full_attention_interval, at_least=0, at_most=MAX_LAYERS)
-        check_count("full_attention_offset", self.full_attention_offset, at_least=0, at_most=MAX_LAYERS)
-        check_count("num_mtp_layers", self.num_mtp_layers, at_least=0, at_most=64)
-        check_positive("rope_base", self.rope_base)
         if self.num_kv_heads is not None:
             check_count("num_kv_heads", self.num_kv_heads, at_most=self.num_heads)
             if self.num_heads % self.num_kv_heads:
                 raise InputError(
                     f"num_heads ({self.num_heads}) must be divisible by num_kv_heads ({self.num_kv_heads})"
                 )
-        if self.head_dim is not None:
-            check_count("head_dim", self.head_dim, at_most=MAX_SIZE)
-        elif self.mla is None and self.hidden_size % self.num_heads:
+        if self.head_dim is None and self.mla is None and self.hidden_size % self.num_heads:
             raise InputError(
                 f"hidden_size ({self.hidden_size}) must be divisible by num_heads ({self.num_heads}), or give head_dim"
             )
-        if self.window is not None:
-            check_count("window", self.window)
-        check_count("short_conv_kernel", self.short_conv_kernel, at_least=0, at_most=10**4)
-        check_count("short_conv_gates", self.short_conv_gates, at_least=0, at_most=10)
-        check_count("attention_streams", self.attention_streams, at_most=2)
-        check_count("token_types", self.token_types, at_least=0, at_most=10**4)
-        check_count("norm_extra_bytes", self.norm_extra_bytes, at_least=0, at_most=20)
-        check_count("norm_extra_frozen_bytes", self.norm_extra_frozen_bytes, at_least=0, at_most=20)
-        check_not_negative("activation_tensors", self.activation_tensors)
-        check_count("activation_parameters", self.activation_parameters, at_least=0, at_most=10**4)
         if self.bidirectional and (self.linear_attention or "M" in (self.layer_pattern or "")):
             raise InputError("bidirectional attention goes with neither linear_attention nor M in layer_pattern")
         if self.linear_attention and self.layer_pattern is None and self.window is not None:
@@ -391,6 +368,23 @@ class ModelSpec:
         if self.layer_pattern is None:
             return self.layers[-1]
         return (Block.ATTENTION, Block.MOE if "E" in self.layer_pattern else Block.MLP)
+
+
+# The least and the most that there may be of each, where it is given.
+_COUNTS: dict[str, tuple[int, int]] = {
+    "num_layers": (1, MAX_LAYERS),
+    "vocab_size": (2, 10**8),
+    **dict.fromkeys(("hidden_size", "num_heads", "embedding_size", "head_dim"), (1, MAX_SIZE)),
+    **dict.fromkeys(("ffn_size", "low_rank"), (0, MAX_SIZE)),
+    **dict.fromkeys(("norms_per_block", "attention_streams"), (1, 2)),
+    **dict.fromkeys(("norm_extra_bytes", "norm_extra_frozen_bytes"), (0, 20)),
+    **dict.fromkeys(("full_attention_interval", "full_attention_offset"), (0, MAX_LAYERS)),
+    **dict.fromkeys(("short_conv_kernel", "token_types", "activation_parameters"), (0, 10**4)),
+    "short_conv_gates": (0, 10),
+    "num_mtp_layers": (0, 64),
+    "max_positions": (0, 10**9),
+    "window": (1, 10**9),
+}
 
 
 @lru_cache(maxsize=256)

@@ -89,9 +89,7 @@ def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
 
 def slow_device(task: Task, ranks: Ranks) -> Run | StagedRun | None:
     """Products that take twice as long on rank 1, which spins for as long again."""
-    from autoplan.profiler.worker import prepare
-
-    run = prepare(task, ranks)
+    run = few_samples(task, ranks)
     if task.operation != "gemm" or ranks.rank != 1:
         return run
     assert callable(run)
@@ -110,9 +108,8 @@ def slow_device(task: Task, ranks: Ranks) -> Run | StagedRun | None:
 def slow_messages(task: Task, ranks: Ranks) -> Run | StagedRun | None:
     """Messages of rank 1 to others take 60 ms more, there and back."""
     from autoplan.profiler.operations.inputs import ChainedRun
-    from autoplan.profiler.worker import prepare
 
-    run = prepare(task, ranks)
+    run = few_samples(task, ranks)
     if not isinstance(run, ChainedRun) or ranks.rank != 1:
         return run
 

@@ -40,11 +40,15 @@ def plan_of(**axes: object) -> ParallelPlan:
 
 
 def assert_alike(tasks: list[Task]) -> None:
-    # Where no pipeline shares layers out, two of them tell as much as four.
-    tasks = [task if task.plan.pp > 1 else replace(task, model=replace(task.model, num_layers=2)) for task in tasks]
+    tasks = [replace(task, model=replace(task.model, num_layers=_enough_layers(task.plan))) for task in tasks]
     for one, check in zip(tasks, checks(tasks), strict=True):
         assert isinstance(check, Deviation)
         assert check.holds, (one.plan.describe(), check)
+
+
+def _enough_layers(plan: ParallelPlan) -> int:
+    """One layer a chunk; two where there is one chunk, or as many as are shared out unevenly."""
+    return sum(plan.layers_per_chunk or ()) or max(plan.pp * plan.vp, 2)
 
 
 def checks(tasks: Sequence[Task]) -> list[Deviation]:
