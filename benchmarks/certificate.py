@@ -142,8 +142,8 @@ def draw(rng: Rng, *, is_large: bool, is_narrowed: bool = True) -> Case | None:
         "framework": _one_of(_frameworks(), rng),
     }
     seq_len = int(rng.choice((1024, 2048, 4096, 8192, 32768)))
-    some = nodes * devices * int(rng.choice((1, 2, 3, 4, 8)))
-    batch = f"{some}:{some * 3 // 2}" if rng.random() < 0.25 else str(some if rng.random() < 0.9 else some // 2 + 1)
+    usual = nodes * devices * int(rng.choice((1, 2, 3, 4, 8)))
+    batch = f"{usual}:{usual * 3 // 2}" if rng.random() < 0.25 else str(usual if rng.random() < 0.9 else usual // 2 + 1)
     space_flags: dict[str, Any] = {"fix": [], "at_most": [], "forbid": []}
     try:
         problem = make_problem(**parts, seq_len=seq_len)
@@ -204,7 +204,7 @@ def _narrowing(rng: Rng, space: Space) -> dict[str, list[str]]:
 
 
 def draw_plans(space: Space, cells: Sequence[Cell], rng: Rng, count: int) -> PlanBatch:
-    """So many legal plans, fewer where they are rare: of a random cell a random group, kind and plan of the kind."""
+    """Draw legal plans, fewer where they are rare: of a random cell a random group, kind and plan of the kind."""
     parts: list[PlanBatch] = []
     for _ in range(MAX_DRAWS if cells else 0):
         drawn_cells = [cells[at] for at in rng.integers(len(cells), size=min(DRAWN_CELLS, 2 * count))]
@@ -399,7 +399,7 @@ class Tally:
 
 
 def small(rng: Rng, count: int) -> Tally:
-    """So many small problems, searched and enumerated."""
+    """Search and enumerate so many small problems."""
     tally = Tally()
     while tally.problems < count:
         case = draw(rng, is_large=False)
@@ -439,7 +439,7 @@ class Large:
 
 
 def large(rng: Rng, count: int, num_plans: int) -> Iterator[Large]:
-    """So many large problems, and so many random plans of each."""
+    """Yield so many large problems, each searched beside so many random plans."""
     while count:
         case = draw(rng, is_large=True)
         if case is None:

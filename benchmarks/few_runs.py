@@ -185,7 +185,7 @@ def read_clusters(cases: Sequence[Case]) -> list[Cluster]:
 
 
 def folds_of(cases: Sequence[Case]) -> dict[str, str]:
-    """By the id of a run, the model where its source has several, else the number of devices, else the length."""
+    """Folds by the ids of runs: models where a source has several, else numbers of devices, else lengths."""
     by_source: dict[str, list[Case]] = defaultdict(list)
     for case in cases:
         by_source[case.source].append(case)

@@ -59,7 +59,7 @@ class Compared:
 
     @property
     def kind(self) -> str:
-        """What is trained, on weights held how."""
+        """Type of the frozen weights beside adapters; LoRA where it is the usual one, full without adapters."""
         tuning = self.run.problem.training.finetuning if self.run.problem else None
         if tuning is None or not tuning.has_adapters:
             return "full"

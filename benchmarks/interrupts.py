@@ -148,7 +148,7 @@ def _operations(path: Path, table: str) -> int:
 
 
 def _faults_of_files(case: Case, folder: Path, before: dict[str, int]) -> Iterator[str]:
-    """What is damaged or lost; `before` takes the numbers of rows."""
+    """Faults of files that are damaged or lost; `before` takes the numbers of rows."""
     for name, check in case.files.items():
         if (folder / name).exists():
             try:

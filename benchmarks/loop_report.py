@@ -84,7 +84,7 @@ def compare(folder: Path, name: str) -> Compared:
     """Predict the plans of a model that ran clean, from the profile alone."""
     problem, plans = problem_of(name, folder), compared_plans(name)
     launches: dict[str, list[Launch]] = {label(plan): [] for plan in plans}
-    held: dict[str, float] = {}
+    peak_bytes: dict[str, float] = {}
     full: set[str] = set()
     for launch in kept(folder):
         if launch.model == name and launch.plan in launches:
@@ -93,7 +93,7 @@ def compare(folder: Path, name: str) -> Compared:
             if launch.step_s:
                 launches[launch.plan].append(launch)
             if launch.peak_bytes:
-                held[launch.plan] = launch.peak_bytes
+                peak_bytes[launch.plan] = launch.peak_bytes
     plans = [plan for plan in plans if launches[label(plan)]]
     if not plans:
         raise InputError(f"no plan of {name} has run: launch first")
@@ -109,7 +109,7 @@ def compare(folder: Path, name: str) -> Compared:
         launches=times,
         loads=np.array([np.median([launch.foreign for launch in of_plan]) for of_plan in used]),
         bytes_needed=cost.logged_memory_bytes,
-        bytes_held=np.array([held.get(label(plan), np.nan) for plan in plans]),
+        bytes_held=np.array([peak_bytes.get(label(plan), np.nan) for plan in plans]),
         rests=shares(problem, batch),
         full=sorted(full),
         calibrated_s=calibrated(problem, plans, np.array([np.median(time) for time in times])),

@@ -270,8 +270,8 @@ def _errors(cases: Sequence[Case], prediction: Predicted) -> str:
     errors = errors_of(cases, prediction)
     if not len(errors):
         return f"{'-':>7}{'-':>8}{'-':>8}"
-    median, tail, bias = np.median(np.abs(errors)), np.quantile(np.abs(errors), 0.9), np.median(errors)
-    return f"{100 * median:7.2f}{100 * tail:8.1f}{100 * bias:+8.1f}"
+    median, tenth, bias = np.median(np.abs(errors)), np.quantile(np.abs(errors), 0.9), np.median(errors)
+    return f"{100 * median:7.2f}{100 * tenth:8.1f}{100 * bias:+8.1f}"
 
 
 def errors_of(cases: Sequence[Case], prediction: Predicted) -> Floats:

@@ -206,7 +206,7 @@ def _never_larger(name: str, terms: tuple[str, ...], changed: Callable[[PlanBatc
 
 
 def _growth(before: StageCost, after: StageCost, terms: tuple[str, ...]) -> float:
-    """By how much a rank keeps more in `terms` and has a higher peak: the lesser of both shares."""
+    """Growth of what a rank keeps in `terms`, or of its peak where that is less, as a share."""
     kept = [sum(cost.memory_terms_bytes.get(term, 0.0) for term in terms) for cost in (after, before)]
     return min(kept[0] / max(kept[1], 1.0), after.memory_bytes / before.memory_bytes) - 1
 

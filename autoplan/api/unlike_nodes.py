@@ -82,7 +82,7 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
             stages=costs,
             alternatives=(),
             certificate=None,
-            whole=file,
+            mixed_file=file,
         )
         stages = (stage for kind in cost.kinds for stage in kind.stages if stage.part == at)
         ranges.append(

@@ -20,7 +20,7 @@ PACES = 32  # paces of the other stages for which a wait is computed; between th
 
 
 class Encoding(NamedTuple):
-    """Where and how long images are encoded, an element per plan; times are of both passes of a mean micro-batch."""
+    """Place and time of encoding images, an element per plan; times are of both passes of a mean micro-batch."""
 
     encoder_s: Floats
     beside_s: Floats  # the rest of the stage with the encoder

@@ -49,11 +49,11 @@ def print_launch(
     print_lines(console, lines)
     if matters:
         console.print("\nnot read, may cost time or memory")
-        many = _reasons_of_many(why for *_, why in matters)
-        few = [(option, _cut(value), why) for option, value, why in matters if why not in many]
+        shared = _reasons_of_many(why for *_, why in matters)
+        few = [(option, _cut(value), why) for option, value, why in matters if why not in shared]
         if few:
             print_table(console, (("option", False), ("value", False), ("why", False)), few, keep=3)
-        _print_names(console, [row for row in matters if row[2] in many])
+        _print_names(console, [row for row in matters if row[2] in shared])
     if harmless:
         console.print("\nnot read")
         _print_names(console, harmless)
@@ -103,9 +103,9 @@ def print_today(console: Console, today: CurrentPlan, names: Mapping[str, str]) 
         lines.append(("", _priced(today.priced)))
     if today.gap and today.priced:
         lines.append(("gap", gap_line(today)))
-    many = _reasons_of_many(today.unread.values())
-    unread = [f"{option}: {why}" for option, why in today.unread.items() if why not in many]
-    for reason in sorted(many):
+    shared = _reasons_of_many(today.unread.values())
+    unread = [f"{option}: {why}" for option, why in today.unread.items() if why not in shared]
+    for reason in sorted(shared):
         count = sum(why == reason for why in today.unread.values())
         unread.append(f"{count} options, which autoplan read lists: {reason}")
     lines += [("" if at else "not read", line) for at, line in enumerate(unread)]

@@ -158,11 +158,11 @@ class MixedPlanFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartPlanFile(PlanFile):
-    """A plan of the mixed cluster of `whole` as if all of its nodes were those of one part, as frameworks start it."""
+    """Plan of `mixed_file` as if all nodes of its cluster were those of one part, as frameworks start it."""
 
-    whole: MixedPlanFile
+    mixed_file: MixedPlanFile
 
     @property
     def num_devices(self) -> int:
         """Devices of all parts in use."""
-        return self.whole.best.plan.num_devices
+        return self.mixed_file.best.plan.num_devices

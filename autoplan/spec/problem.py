@@ -67,7 +67,7 @@ class Problem:
         self._check_encoder()
         device, precision = self.cluster.device, self.training.precision
         is_fp32_priced = self.framework.is_trainer or self.framework.kernels.tf32_products
-        usable = [each for each in precisions_of(device) if each != Precision.FP32 or is_fp32_priced]
+        usable = [name for name in precisions_of(device) if name != Precision.FP32 or is_fp32_priced]
         if precision == Precision.FP32 and not is_fp32_priced:
             raise InputError(
                 f"fp32 is priced only for the built-in trainer, not for {self.framework.name}: "

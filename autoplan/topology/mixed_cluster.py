@@ -77,7 +77,7 @@ class MixedCluster:
 
     @property
     def as_equal(self) -> ClusterSpec:
-        """As many nodes of the first part's kind; InputError where nodes have unlike numbers of devices."""
+        """The cluster if all nodes were of the first part's kind; InputError where their numbers of devices differ."""
         first = self.parts[0]
         if any(part.devices_per_node != first.devices_per_node for part in self.parts):
             raise InputError(f"{self.name} has nodes with unlike numbers of devices, which a launch file does not tell")

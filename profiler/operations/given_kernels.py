@@ -35,7 +35,7 @@ from autoplan.spec.operations import EXPERTS, GIVEN_KERNELS, PRODUCTS, Operation
 
 @dataclass(frozen=True, slots=True)
 class GivenKernel:
-    """What a user named, with the name under which its records are kept."""
+    """Kernel that a user named, with the name under which its records are kept."""
 
     name: str
     call: Callable[..., Any]

@@ -258,7 +258,7 @@ def _check_targets(model: ModelSpec, shapes: Mapping[Block, BlockShape], finetun
     """Raise an error for a target that is no matrix of the blocks with these shapes."""
     for name in finetuning.targets:
         if name != ALL_LINEAR and not any(is_in(shapes, model, target) for target in MODULES[name]):
-            known = {name for name, targets in MODULES.items() if any(is_in(shapes, model, each) for each in targets)}
+            known = (name for name, targets in MODULES.items() if any(is_in(shapes, model, part) for part in targets))
             raise InputError(
                 f"model {model.name} has no module {name}: its linear layers are {', '.join(sorted(known))}"
             )

@@ -55,7 +55,7 @@ def on_flagscale(job: Job, plan_file: PlanFile) -> Job:
 
 def _meshes(plan_file: PartPlanFile) -> tuple[list[str], ...]:
     plan, model = plan_file.best.plan, plan_file.model
-    stages = plan_file.whole.best.plan.kinds[0].stages  # of all replicas but for their part
+    stages = plan_file.mixed_file.best.plan.kinds[0].stages  # of all replicas but for their part
     meshes = [(tp, len(list(alike))) for (_, tp), alike in groupby(stages, lambda stage: (stage.part, stage.tp))]
     if (model.tied_embeddings or model.num_mtp_layers) and meshes[0][0] != meshes[-1][0]:
         raise InputError(

@@ -183,11 +183,12 @@ def _trainer(plan_file: PlanFile, version: str) -> dict[str, Any]:
     model, plan, training = plan_file.model, plan_file.best.plan, plan_file.training
     policy, batch = POLICIES.get(plan.recompute), write_batch(plan, training.seq_len, version)
     loss = "deepseek_v3.MTPLoss" if model.num_mtp_layers else "CrossEntropyLoss"
-    whole = f"{loss}.Config(global_vocab_size={model.vocab_size})"
+    loss_config = f"{loss}.Config(global_vocab_size={model.vocab_size})"
+    is_chunked = plan.chunked_loss != ChunkedLoss.NONE
     compiling = {"enable": _compiles(training)} | ({"enable_async_tensor_parallel": True} if plan.tp_overlap else {})
     return {
         "model_spec": Code("model_spec"),
-        "loss": Code(f"ChunkedLossWrapper.Config(loss_fn={whole})" if plan.chunked_loss != ChunkedLoss.NONE else whole),
+        "loss": Code(f"ChunkedLossWrapper.Config(loss_fn={loss_config})" if is_chunked else loss_config),
         "optimizer": Code("default_adamw(lr=3e-4)"),
         "dataloader": Code(
             f"{family_of(model)}_debugmodel().dataloader" if version == "main" else "HuggingFaceTextDataLoader.Config()"

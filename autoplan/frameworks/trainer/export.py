@@ -15,12 +15,13 @@ def job(plan_file: PlanFile, version: str = "") -> Job:
     """Return the job that starts `autoplan run` on every device."""
     check_model(plan_file.model)
     check_legal(RULES, plan_file.model, plan_file.training, plan_file.best.plan, DECLINES)
+    started = plan_file.mixed_file if isinstance(plan_file, PartPlanFile) else plan_file
     return Job(
         framework="the built-in trainer",
         variables=(LaunchVariable(name="STEPS", default="10", note="steps that are timed", counts_steps=True),),
         program=f'--no-python -- autoplan run "$HERE/{_FILE}"',  # "--" stops torchrun from parsing what follows
         trailing=('--steps "$STEPS"',),
-        files=(File(name=_FILE, text=encode(plan_file.whole if isinstance(plan_file, PartPlanFile) else plan_file)),),
+        files=(File(name=_FILE, text=encode(started)),),
     )
 
 
