@@ -21,6 +21,7 @@ import numpy as np
 from certificate import Case, draw, draw_plans
 from reports import make_parser, write_report
 
+from autoplan.api.training_run import resized
 from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.estimate import estimate, stage_costs
@@ -183,6 +184,15 @@ def _more_micro_batches(priced: Priced) -> tuple[Ints, Floats]:
     return rows, priced.costs.step_s[rows] / more.step_s - 1
 
 
+def _more_replicas(priced: Priced) -> tuple[Ints, Floats]:
+    """Every group that shards states stays as it is, with a copy of it on as many nodes more."""
+    plans = priced.plans
+    larger = resized(priced.problem, 2 * priced.problem.cluster.num_nodes)
+    more = replace(plans, dp_replicate=2 * plans.dp_replicate, global_batch=2 * plans.global_batch)
+    before, after = priced.costs, estimate(larger, more)
+    return _all(priced), np.maximum(before.step_s / after.step_s, before.memory_bytes / after.memory_bytes) - 1
+
+
 def _never_larger(name: str, terms: tuple[str, ...], changed: Callable[[PlanBatch], tuple[Ints, PlanBatch]]) -> Law:
     """Return the law that a change of plans makes what a rank keeps in `terms` smaller, or its peak.
 
@@ -241,6 +251,7 @@ LAWS = (
     Law(name="other names: the same", excess=_same_when_renamed),
     Law(name="twice the sequence: no plan is faster or smaller", excess=_longer_sequences),
     Law(name="twice the micro-batches: no plan is faster", excess=_more_micro_batches),
+    Law(name="twice the nodes, replicas and batch: no plan is faster or smaller", excess=_more_replicas),
     _less_sharded(Sharding.ZERO1, Sharding.ZERO2),
     _less_sharded(Sharding.ZERO2, Sharding.ZERO3),
     _never_larger("full recomputation: no plan needs more memory", ("activations",), _repeating_all),
