@@ -5,9 +5,9 @@ usage: python benchmarks/fuzz.py [--seconds N] [--seed N] [--only WORD] [--examp
 Files that are shipped, that `export` writes, that the tests hold and those of the folders of examples are cut, joined
 and filled with values that break parsers; random bytes come beside them.  Databases are changed as the statements that
 make them, and byte by byte.  Whatever reads such a file reads it, and what is read is used (`fuzz_subjects.py`): a
-cluster becomes a topology, a model is priced, a plan file explained.  A file that makes one raise anything but an error
-of one line, hang, take gigabytes, and of launch files start a process, open a connection, run text as a program or
-touch a file is kept in the output folder, and the exit status is 1.
+cluster becomes a topology, a model is priced, a plan file explained; lists of words are command lines.  A file that
+makes one raise anything but an error of one line, hang, take gigabytes, and of launch files start a process, open a
+connection, run text as a program or touch a file is kept in the output folder, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -170,6 +170,7 @@ def _out_of_time(number: int, frame: FrameType | None) -> None:
 
 def fuzz(seconds: float, seed: int, only: str, folders: Sequence[Path], out: Path) -> int:
     """Fuzz what reads files for so many seconds of the processor; return the number of wrong files, kept in `out`."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # no model is looked for by a random name
     signal.signal(signal.SIGPROF, _out_of_time)
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     seeds, dice, guard = [*exports(), *examples(folders)], random.Random(seed), Guard()

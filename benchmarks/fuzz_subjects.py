@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import random
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import chdir, closing, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from autoplan.api.plan_files import make_plan_file
 from autoplan.base.errors import InputError
 from autoplan.base.files import encode, shipped
 from autoplan.base.units import GIB
+from autoplan.cli import main
 from autoplan.cost.estimate import estimate
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
 from autoplan.frameworks.launch_files import READERS
@@ -236,6 +239,8 @@ def file_subjects(scratch: Path) -> Iterator[Subject]:
     yield subject("timing database", databases, lambda path: read_store(written_database(path)))
     journals = [Seed("study.log", journal(scratch / "study.log"))]
     yield subject("journal of a study", journals, join_search)
+    commands = [Seed("words", "\n".join(line.split())) for line in sample("commands.txt").text.splitlines()]
+    yield subject("command line", commands, run_command)
     yield subject("sample lengths", list(sample_lengths()), lambda path: load_lengths(str(path)))
     records = [Seed("records.jsonl", "\n".join(exchange_lines(scratch)))]
     yield subject("timing records", records, lambda path: add_records(path, scratch))
@@ -399,3 +404,17 @@ def add_records(path: Path, scratch: Path) -> None:
     finally:
         for left in scratch.glob("timings.db*"):
             left.unlink()
+
+
+def run_command(path: Path) -> None:
+    """Run a command line in the folder of its file; its error is the last line that it prints."""
+    err = io.StringIO()
+    with chdir(path.parent), redirect_stdout(io.StringIO()), redirect_stderr(err):
+        arguments, sys.argv = sys.argv, ["autoplan", *path.read_text(errors="replace").split("\n")]
+        try:
+            main()
+        except SystemExit as left:
+            if left.code:
+                raise InputError(f"{err.getvalue().splitlines()[-1:]}") from None
+        finally:
+            sys.argv = arguments
