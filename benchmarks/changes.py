@@ -21,7 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from certificate import Case, cell_of, draw, draw_plans, kind_of
+from certificate import cell_of
+from drawn_problems import Case, draw, draw_plans, kind_of
 from reports import make_parser, write_report
 
 import autoplan

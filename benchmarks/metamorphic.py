@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from certificate import Case, draw, draw_plans
+from drawn_problems import Case, draw, draw_plans
 from reports import make_parser, write_report
 
 from autoplan.api.training_run import resized

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from certificate import draw_model, draw_plans
+from drawn_problems import draw_model, draw_plans
 from reports import make_parser, write_report
 
 from autoplan.api.plan_files import make_plan_file

@@ -6,18 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from certificate import Priced, beside_plans, small, wrong_with_plans, wrong_with_search
+from drawn_problems import Case, draw, draw_plans
 
 from autoplan.search.study import search
-from benchmarks.certificate import (
-    Case,
-    Priced,
-    beside_plans,
-    draw,
-    draw_plans,
-    small,
-    wrong_with_plans,
-    wrong_with_search,
-)
 from search_cases import LARGE, PLAIN, make
 
 

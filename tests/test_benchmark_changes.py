@@ -21,7 +21,7 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     import changes
 
     yield changes
-    for name in ("changes", "certificate", "reports"):
+    for name in ("changes", "certificate", "drawn_problems", "reports"):
         sys.modules.pop(name, None)
 
 

@@ -58,7 +58,7 @@ def trips() -> Iterator[Any]:
 
     yield round_trips
     sys.path.remove(str(BENCHMARKS))
-    for name in ("round_trips", "certificate", "reports"):
+    for name in ("round_trips", "drawn_problems", "reports"):
         sys.modules.pop(name, None)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn_problems import draw_plans
 
 import autoplan
 from autoplan.api.plan_files import make_plan_file
@@ -19,7 +20,6 @@ from autoplan.launch.targets import job_of
 from autoplan.search.study import search
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import SpaceFlags
-from benchmarks.certificate import draw_plans
 from commands import run
 
 NODE, NODES = "h100-sxm:1x8", "h100-sxm:2x8"
