@@ -33,6 +33,7 @@ from autoplan.readers.device import load_device, preset_devices  # noqa: E402
         ("NVIDIA H20", 95.0, "h20"),
         ("NVIDIA A100-SXM4-80GB", 79.15, "a100-sxm"),
         ("A100-SXM4-40GB", 39.39, "a100-sxm-40"),
+        ("NVIDIA A100-SXM-64GB", 63.42, "a100-sxm-64"),
         ("NVIDIA A100 80GB PCIe", 79.15, "a100-pcie"),
         ("NVIDIA A800-SXM4-80GB", 79.15, "a800-sxm"),
         ("NVIDIA L40S", 44.40, "l40s"),

@@ -9,6 +9,7 @@ _NAMES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (r"(NVIDIA |Tesla )?V100-PCIE-32GB", ("v100-pcie",)),
     (r"(NVIDIA )?A100-SXM4?-80GB", ("a100-sxm",)),
     (r"(NVIDIA )?A100-SXM4?-40GB", ("a100-sxm-40",)),
+    (r"(NVIDIA )?A100-SXM4?-64GB", ("a100-sxm-64",)),
     (r"(NVIDIA )?A100-SXM.*", ("a100-sxm", "a100-sxm-40")),
     (r"(NVIDIA )?A100(-PCIE-80GB| 80GB PCIe).*", ("a100-pcie",)),
     (r"(NVIDIA )?A800-SXM.*", ("a800-sxm",)),
