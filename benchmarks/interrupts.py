@@ -36,6 +36,7 @@ END_S = 40.0  # a command that was struck, and its ranks, must have ended by the
 MODEL = 'name = "small"\nnum_layers = 2\nhidden_size = 32\nvocab_size = 256\nnum_heads = 4\nffn_size = 64\n'
 TASK = ("--cluster", "cpu:1x2", "--global-batch", "4", "--seq-len", "16", "--framework", "torch")
 LARGE = ("--cluster", "h100-sxm:64x8", "--global-batch", "1024", "--seq-len", "8192")
+SHARED = ("--cluster", "h100-sxm:8x8", "--global-batch", "128", "--seq-len", "8192")
 KERNELS = ("--seq-len", "32", "--tp", "1", "--micro-batches", "1", "--ranks", "2", "--allowance", "0.05s")
 
 
@@ -72,7 +73,7 @@ CASES = (
     Case("search", ("search", "llama3-70b", *LARGE, "--out", "large.json"), {"large.json": _json}),
     Case(
         "search with workers",
-        ("search", "mixtral-8x7b", *LARGE, "--out", "shared.json", "--workers", "2", "--storage", "study.log"),
+        ("search", "mixtral-8x7b", *SHARED, "--out", "shared.json", "--workers", "2", "--storage", "study.log"),
         {"shared.json": _json},
         {"study.log": ""},
     ),
