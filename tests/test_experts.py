@@ -14,10 +14,10 @@ from autoplan.base.curves import GemmCurve
 from autoplan.base.errors import InputError
 from autoplan.cost.blocks import _experts_wait_s, block_costs
 from autoplan.cost.collectives.expert_parallel import (
-    _unpaired_share,
     expert_parallel,
     expert_parallel_s,
     shown_expert_parallel_s,
+    unpaired_share,
 )
 from autoplan.cost.kernels.attention import NARROW_ATTENTION_TIME
 from autoplan.cost.kernels.block_shapes import block_shapes
@@ -239,7 +239,7 @@ def test_permuting_tokens_by_capacity_moves_three_times_as_much() -> None:
     ],
 )
 def test_warm_up_runs_beside_nothing(changes: dict[str, object], share: float) -> None:
-    assert _unpaired_share(batch_of(**changes))[0] == pytest.approx(share)
+    assert unpaired_share(batch_of(**changes))[0] == pytest.approx(share)
 
 
 @pytest.mark.parametrize(("work_s", "hidden"), [(4.0, 1.0), (1.0, 0.5)])

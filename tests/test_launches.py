@@ -36,6 +36,7 @@ from autoplan.spec.enums import Dispatcher
 from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
+from autoplan.spec.training import TrainingSpec
 from problems import problem_for
 
 QWEN = load_model("qwen3-30b-a3b")
@@ -160,6 +161,17 @@ def test_faster_kernels_make_experts_that_overlap_no_slower() -> None:
     ]
     batch = PlanBatch.of(plans, problem.model.num_layers)
     assert (estimate(faster, batch).step_s <= estimate(problem, batch).step_s).all()
+
+
+def test_a_longer_sequence_is_no_faster_where_the_only_micro_batch_overlaps_with_none() -> None:
+    training = TrainingSpec(seq_len=1024, precision="fp16")
+    problem = problem_for("qwen3-next-80b-a3b", "v100-pcie:6x8", "primus", training=training)
+    longer = replace(problem, training=replace(training, seq_len=2048))
+    plan = ParallelPlan(
+        global_batch=48, ep=2, dp_shard=4, dp_replicate=12, sharding="zero1", ep_overlap=True, cuda_graphs="attn"
+    )
+    times = [float(estimate(each, each.batch([plan])).step_s[0]) for each in (problem, longer)]
+    assert times[0] <= times[1]
 
 
 def test_adapters_of_experts_are_grouped_as_the_experts_are() -> None:

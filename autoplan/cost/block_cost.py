@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Rows, add_up
+from autoplan.cost.collectives.expert_parallel import unpaired_share
 from autoplan.cost.kernels.memory_bound import KERNELS_BACKWARD
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.blocks import Block
@@ -188,9 +189,9 @@ def with_launches(
     The host runs ahead: a block that takes longer on the device compensates for one that is launched late, within a
     layer or, where layers differ and one rank has all of them, within the model. A host that waits for the device in a
     block of experts runs ahead from there until the next such block. Where experts overlap with another micro-batch,
-    its backward pass compensates for the forward pass, and the other way. Stages with different layers are simplified:
-    no block compensates for another. The same holds for backward passes of a rank that recomputes only part of its
-    layers, where the recomputed ones would compensate for more blocks than there are.
+    its backward pass compensates for the forward pass, and the other way; some passes have none to overlap with. Stages
+    with different layers are simplified: no block compensates for another. The same holds for backward passes of a rank
+    that recomputes only part of its layers, where the recomputed ones would compensate for more blocks than there are.
     """
     layers = [*model.layers, *([model.mtp_layer] * model.num_mtp_layers)]
     count = {block: sum(layer.count(block) for layer in layers) for block in lags}
@@ -213,7 +214,8 @@ def with_launches(
         for block in lags:
             apart = forward[block] + backward[block]
             share = np.divide(at_once[block], apart, out=np.ones_like(apart), where=apart > 0)
-            share = np.where(batch.ep_overlap, share, 1.0)
+            alone = unpaired_share(batch)
+            share = np.where(batch.ep_overlap, alone + (1.0 - alone) * share, 1.0)
             forward[block], backward[block] = share * forward[block], share * backward[block]
     found = {
         block: replace(

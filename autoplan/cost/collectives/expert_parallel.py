@@ -119,7 +119,7 @@ def _units_s(problem: Problem, batch: PlanBatch, exchange: Collective) -> Floats
     return np.where(is_deepep, moved / rate, 0.0)
 
 
-def _unpaired_share(batch: PlanBatch) -> Floats:
+def unpaired_share(batch: PlanBatch) -> Floats:
     """Share of the first stage's passes in a step that do not overlap with a pass of another micro-batch.
 
     These are the warm-up passes and one more: without a pipeline, too, the first forward and the last backward pass run
@@ -142,6 +142,6 @@ def shown_expert_parallel_s(
     occupied = _occupied_units(problem, batch) / problem.cluster.device.compute_units
     gained = 1.0 - np.minimum(occupied, 1.0)
     paired = traffic_s - np.minimum(traffic_s, work_s / 2) * gained
-    alone = _unpaired_share(batch)
+    alone = unpaired_share(batch)
     beside_shared = traffic_s - np.minimum(traffic_s, shared_s) * gained * batch.shared_expert_overlap
     return np.where(batch.ep_overlap, alone * traffic_s + (1.0 - alone) * paired, beside_shared)
