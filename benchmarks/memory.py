@@ -45,7 +45,7 @@ MEMORY_TRAITS = (
     "bytes_per_boundary_hidden",
     "bytes_per_update_copy",
     "bytes_per_bf16_gathered_weight",
-    "bytes_per_gathered_logit",
+    "bytes_per_parallel_logit",
     "bytes_per_fused_score",
     "bucket_bytes",
     "fixed_bytes",

@@ -481,7 +481,7 @@ def test_logits_are_kept_by_the_last_stage_and_cut_by_vocabulary_parallelism() -
 
 def test_logits_that_are_gathered_whole_take_more_where_there_is_something_to_gather() -> None:
     whole = BARE.changed(shards_logits=False)
-    gathered = whole.changed(bytes_per_gathered_logit=4.0)
+    gathered = whole.changed(bytes_per_parallel_logit=4.0)
     assert logits(512, gathered) == logits(512, whole)
     assert logits(512, gathered, tp=2)[0] - logits(512, whole, tp=2)[0] == pytest.approx(4 * TOKENS * 512)
 
@@ -671,6 +671,41 @@ def test_experts_keep_the_tokens_that_are_routed_to_them() -> None:
     for ep in (1, 2, 4):
         (kept,) = activations(problem=problem_of(EXPERTS), dp_shard=4, ep=ep)
         assert kept == pytest.approx(2 * (attention + block))
+
+
+def test_norms_of_queries_and_keys_store_their_inputs() -> None:
+    normed = dataclasses.replace(SMALL, qk_norm="head")
+    (kept,) = activations(problem=problem_of(normed))
+    assert kept == pytest.approx(2 * (KEPT + TOKENS * 2 * 16 * (4 + 2)))
+
+
+def graphed(framework: Framework = BARE, **plan: Any) -> tuple[CostEstimate, CostEstimate]:
+    """Price four expert-parallel ranks with HybridEP, without graphs and with a single one."""
+    shared = {"global_batch": 64, "dp_shard": 4, "ep": 4, "dispatcher": "hybridep", **plan}
+    problem = problem_of(EXPERTS, framework)
+    return tuple(  # type: ignore[return-value]
+        price(problem, ParallelPlan(**shared, cuda_graphs=graphs)) for graphs in ("none", "full_iteration")
+    )
+
+
+def test_a_single_graph_has_room_for_more_tokens_than_experts_get_in_the_mean() -> None:
+    plain, static = (cost.memory_terms_bytes["activations"][0] for cost in graphed())
+    assert static - plain == pytest.approx(2 * 0.5 * TOKENS * 2 * (2 * 64 + 6 * 32))
+    dropping = (cost.memory_terms_bytes["activations"][0] for cost in graphed(token_dropping=True))
+    assert len(set(dropping)) == 1
+
+
+def test_hybridep_holds_the_tokens_and_probabilities_of_all_ranks_of_the_group() -> None:
+    (plain, _), (other, _) = graphed(), graphed(dispatcher="alltoall")
+    added = plain.memory_terms_bytes["communicators"][0] - other.memory_terms_bytes["communicators"][0]
+    assert added == pytest.approx(4 * TOKENS * (2 * 64 + 4 * 4))
+
+
+@pytest.mark.parametrize(("ep", "width"), [(1, 64 + 32), (4, 2 * 64)])
+def test_gradients_of_experts_are_as_wide_as_their_tokens(ep: int, width: int) -> None:
+    problem = problem_of(EXPERTS, BARE.changed(keeps_logits=True))
+    (cost,) = price(problem, ParallelPlan(global_batch=64, dp_shard=4, ep=ep)).memory_terms_bytes["transients"]
+    assert cost == pytest.approx(TOKENS * (2 * 2 * width + 4 * 2 * 64))
 
 
 def test_prediction_layers_keep_activations_on_the_last_stage() -> None:

@@ -679,6 +679,16 @@ def test_a_run_under_an_unknown_framework_is_less_sure_to_fit(tmp_path: Path) ->
     assert any("framework treated as" in note for note in unknown.filled)
 
 
+def test_a_row_may_say_which_peak_it_reports(tmp_path: Path) -> None:
+    shown = {}
+    for word in ("allocated", "reserved", "device"):
+        (run,) = runs_of(tmp_path, LLAMA | {"options": f"peak_memory={word}"})
+        shown[word] = predict(run).peak_memory_gib or 0.0
+    assert shown["allocated"] < shown["reserved"] < shown["device"]
+    (run,) = runs_of(tmp_path, LLAMA | {"options": "peak_memory=guessed"})
+    assert "peak_memory 'guessed'" in run.refusal
+
+
 def test_what_its_scripts_train_in_goes_before_what_a_table_calls_it(tmp_path: Path) -> None:
     row = LLAMA | {"framework": "Sailor (Megatron-DeepSpeed based)", "cp": "1", "pp": "2", "vp": "1", "dp": "8"}
     row |= {"precision": "fp16", "sharding": "?"}

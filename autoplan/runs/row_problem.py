@@ -18,6 +18,7 @@ from autoplan.runs.row import Row
 from autoplan.spec.blocks import Experts
 from autoplan.spec.enums import Precision
 from autoplan.spec.finetuning import FineTuning
+from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 from autoplan.spec.problem import Problem
@@ -61,7 +62,7 @@ def recipe_of(row: Row) -> Recipe:
 
 def problem_of(row: Row, recipe: Recipe) -> Problem:
     """Return the problem of a row; UnpricedError if a cell cannot be read or has an unknown name."""
-    framework = recipe.software()
+    framework = _framework(row, recipe)
     if recipe.is_similar:
         row.filled.append(f"framework treated as {recipe.framework}")
     cluster = _cluster(row)
@@ -90,6 +91,15 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
         framework=framework,
         calibration=built_in_calibration(framework, cluster.device, is_similar=recipe.is_similar),
     )
+
+
+def _framework(row: Row, recipe: Recipe) -> Framework:
+    """Return the recipe's framework, which shows the peak that the row says it reports."""
+    framework = recipe.software()
+    shown = row.options().get("peak_memory", framework.memory.logs_memory)
+    if shown not in ("allocated", "reserved", "device"):
+        raise UnpricedError(f"option peak_memory {shown[:40]!r} is not one of allocated, reserved, device")
+    return framework.changed(logs_memory=shown)
 
 
 def _seq_len(row: Row) -> int:

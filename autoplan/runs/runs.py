@@ -42,6 +42,7 @@ READ_OPTIONS = {
     "offload",
     "optimizer",
     "param_gather_overlap",
+    "peak_memory",
     "pp_layout",
     "recompute_modules",
     "token_dropping",

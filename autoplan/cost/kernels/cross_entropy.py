@@ -13,11 +13,12 @@ from autoplan.spec.problem import Problem
 # (moved in each pass, held at the peak) by native and te.
 # native (Megatron-LM d98e8a6, core/fusions/fused_cross_entropy.py, each part a compiled kernel): 2 read and 4 written
 # by the fp32 copy and its maximum, 4 and 4 by the exponentials and their sum, 4 and 4 by the softmax, then 4 read and
-# 2 written by the gradient; 16-bit logits, their fp32 softmax and the 16-bit gradient stand at its peak.
+# 2 written by the gradient; its peak is the fp32 softmax, a copy of it that the compiled gradient changes, and the
+# 16-bit gradient: 10.0 bytes, counted in torch 2.13.
 # te: 2 + 2 bytes a pass at .28 of the bandwidth, of which a stream reaches .85, in place (SimuMax 4dcaae5,
 # configs/system/b200_bf16_ceperm.json, ce_fusion, and core/transformer/dense_module.py; Transformer Engine d0067d0,
 # common/triton/cross_entropy.py).
-_FUSED = ((14.0, 8.0), (12.0, 2.0))
+_FUSED = ((14.0, 10.0), (12.0, 2.0))
 # Of Liger's, which is the same kernel, and of a cut cross entropy: its kernels store no logits, and skip as many of the
 # blocks of the gradients as it takes to compute the logits again: 135 ms for 8,192 tokens of Gemma 2 2B's head on A100,
 # 143 with compiled kernels that store them (arXiv:2411.09009, table 1).
@@ -36,7 +37,7 @@ def held_bytes_per_logit(problem: Problem, batch: PlanBatch) -> Floats:
     """Bytes of a logit at the peak of head and loss (`modelling` B3)."""
     memory = problem.framework.memory
     peak_bytes = np.array([memory.bytes_per_logit, *(peak for _, peak in _FUSED)])[batch.cross_entropy_fusion]
-    peak_bytes += np.where(batch.tp > 1, memory.bytes_per_gathered_logit, 0.0)
+    peak_bytes += np.where(batch.tp > 1, memory.bytes_per_parallel_logit, 0.0)
     return _of_pieces(1, peak_bytes, batch) / num_pieces(problem, batch)
 
 

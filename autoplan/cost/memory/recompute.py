@@ -21,10 +21,10 @@ from autoplan.cost.kernels.sizes import (
     local_sizes,
     norm_tokens,
     operand_bytes,
-    rank_expert_tokens,
     rank_kv_heads,
     rank_tokens,
 )
+from autoplan.cost.memory.expert_buffers import held_expert_tokens
 from autoplan.cost.memory.state_types import WIDE_BYTES
 from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.enums import AttentionKernel, OffloadLayers, RecomputeModule
@@ -244,7 +244,9 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         is_eager |= eager_norm_bytes(problem) > 0
         if model.partial_rope and is_eager:
             always_kept = always_kept + element * tokens * heads * model.v_head_dim
-        if is_eager and model.qk_norm != "none":
+        if model.qk_norm != "none" and not framework.memory.is_jax:
+            # A norm stores its input; rotary embedding makes new tensors of its output, which attention stores
+            # (Megatron-LM d98e8a6 core/transformer/attention.py, q_layernorm; Transformer Engine's RMSNorm).
             norm_bytes = element + eager_norm_bytes(problem, is_frozen=shape.is_frozen)
             always_kept = always_kept + norm_bytes * tokens * model.qk_head_dim * (heads + keys_per_query * kv_heads)
     if model.attention_output_gate:
@@ -314,7 +316,7 @@ def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     model, moe = problem.model, problem.model.moe
     assert moe is not None
     narrow = _input_bytes(problem, batch)
-    routed = rank_expert_tokens(problem, batch)
+    routed = held_expert_tokens(problem, batch)
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs, gates = _routed_bytes(problem, batch, shape)
     if problem.framework.memory.fsdp2_states:  # outputs for the gradients of the scores, and weighted by the scores
@@ -385,7 +387,7 @@ def _routed_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tupl
     """Return (bytes of the inputs of experts, of their gates and ups) that a rank stores per micro-batch."""
     moe = problem.model.moe
     assert moe is not None
-    routed = rank_expert_tokens(problem, batch)
+    routed = held_expert_tokens(problem, batch)
     is_checkpointed = batch.repeats(RecomputeModule.MOE_ACT)
     gates = bytes_per_width(problem, batch, keeps_input=False, is_checkpointed=is_checkpointed)
     inputs = (

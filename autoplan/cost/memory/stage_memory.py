@@ -30,6 +30,7 @@ from autoplan.cost.memory.activations import (
     stored_bytes,
 )
 from autoplan.cost.memory.allocator_cache import cached_bytes
+from autoplan.cost.memory.expert_buffers import exchange_bytes, expert_gradient_bytes
 from autoplan.cost.memory.fsdp2_peaks import Snapshots, at_peak, pass_terms, stage_terms, with_gathered
 from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
 from autoplan.cost.memory.gathered import gathered_bytes
@@ -87,6 +88,7 @@ def transient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks, rep
     # The input of SwiGLU is 16 bits wide again where it was stored in 8.
     transient = transient + 2 * element * tokens * widest_mlp(model) / batch.tp * batch.fp8_activation_input
     transient = np.maximum(transient, problem.framework.memory.transient_layers * repeat_bytes)
+    transient = np.maximum(transient, expert_gradient_bytes(problem, batch) + 4 * element * sliced * model.hidden_size)
     if model.moe:
         # All tokens of the expert-parallel group: the buffer that gathers them, and the outputs of the local experts.
         width = model.moe.latent_size or model.hidden_size
@@ -273,7 +275,8 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
         problem, batch, blocks, parameters.trained.dense + parameters.trained.expert, groups.shard.size
     )
     terms["cached"] = CACHED_SHARE * cached
-    terms["communicators"] = blocks.at_all(framework.memory.communicator_bytes * groups.num_communicators)
+    communicators = framework.memory.communicator_bytes * groups.num_communicators
+    terms["communicators"] = blocks.at_all(communicators + exchange_bytes(problem, batch))
     terms["context"] = np.full_like(cached, context_bytes(problem))
     spare = at_end + framework.memory.reserved_factor * np.minimum(update, passes)
     return StageMemory(
