@@ -4,7 +4,8 @@
 
 For each cluster the best twenty plans of a search are kept in a plan file; every task that `profile --for` can queue on
 an allocation is filled in, and the plans are priced with that.  A look-up is one collective or message of one plan, of
-one size; it is served where its time is not the reference's.
+one size; it is served where its time is not the reference's.  Those across domains (nodes, or racks) are told from those
+inside one.
 """
 
 from __future__ import annotations
@@ -60,20 +61,24 @@ SEQ_LEN = 8192
 
 
 @contextmanager
-def counted() -> Iterator[tuple[Counter[Operation], Counter[Operation]]]:
-    """Count by operation the look-ups of collectives, and those that were served."""
-    asked: Counter[Operation] = Counter()
-    served: Counter[Operation] = Counter()
+def counted() -> Iterator[tuple[Counter[str], Counter[str]]]:
+    """Count the look-ups of collectives inside and across scale-up domains, and those that were served."""
+    asked: Counter[str] = Counter()
+    served: Counter[str] = Counter()
     plain = Links.seconds
 
     def watched(
         links: Links, operation: Operation, group: ProcessGroup, buffer_bytes: Floats, copies: Ints | int = 1
     ) -> Floats:
         found = plain(links, operation, group, buffer_bytes, copies)
+        if links.timings.is_empty:  # what the same plans take without any measurement, for their intervals
+            return found
         reference = collective_s(links.topology, operation, group, buffer_bytes, copies)
         takes_part = np.broadcast_to((np.asarray(group.size) > 1) & (buffer_bytes > 0), found.shape)
-        asked[operation] += int(takes_part.sum())
-        served[operation] += int((takes_part & (found != reference)).sum())
+        inside, _ = np.broadcast_arrays(links._inside(operation, group) == group.size, found)
+        for where, those in (("inside", takes_part & inside), ("across", takes_part & ~inside)):
+            asked[f"{operation} {where}"] += int(those.sum())
+            served[f"{operation} {where}"] += int((those & (found != reference)).sum())
         return found
 
     with mock.patch.object(Links, "seconds", watched):

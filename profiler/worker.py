@@ -35,7 +35,7 @@ from autoplan.profiler.operations.inputs import DTYPES, BesideRun, InputFactory,
 from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task, ranks_in_domain, rules_for
 from autoplan.profiler.record import SETTINGS, Fingerprint, settings_differ
 from autoplan.profiler.timer import measure, synchronise
-from autoplan.spec.operations import COLLECTIVES, Operation
+from autoplan.spec.operations import COLLECTIVES, GIVEN_KERNELS, Operation
 from autoplan.trainer.device import describe
 from autoplan.trainer.device import join as join_ranks
 
@@ -131,6 +131,11 @@ def greet(ranks: Ranks, job: Job) -> Hello:
                 implementations |= dict.fromkeys([(operation, dtype) for operation in COLLECTIVES], library)
             check_runs(ranks.given, dtype, device)
             implementations |= {(operation, dtype): kernel.name for operation, kernel in ranks.given.items()}
+            windowed |= {
+                (operation, dtype): kernel.name
+                for operation, kernel in ranks.given.items()
+                if operation in GIVEN_KERNELS["attention"] and kernel.takes_windows
+            }
             implementations |= {
                 (operation, dtype): trainer_units.implementation(operation, dtype) for operation in trainer_units.UNITS
             }
@@ -236,7 +241,9 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
     ranks.decider = next((rank for rank, partner in enumerate(task.partners) if rank != partner), 0)
     try:
         run = prepare(task, ranks)
-        if task.operation in attention.OPERATIONS and task.operation not in ranks.given and callable(run):
+        if (given := ranks.given.get(task.operation)) and given.name == task.kernel:
+            backend = given.backend()
+        elif task.operation in attention.OPERATIONS and callable(run):
             backend = attention.backend_of(run)
     except Exception as error:
         trouble = describe(error)

@@ -20,6 +20,7 @@ from sqlalchemy import text
 
 import commands
 from autoplan.profiler.store import open_store
+from autoplan.profiler.store.schema import SCHEMA
 from stores import GEMM, SERVER, postgres_schema, some_records
 
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
@@ -72,7 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_info_tells_where_and_what(folder: Path) -> None:
     shown = good(folder, "info", "--db", "a.db")
-    assert shown.startswith("a.db, schema 4, 0 training runs\n")
+    assert shown.startswith(f"a.db, schema {SCHEMA}, 0 training runs\n")
     assert re.search(r"h100-sxm\s+2.13.0\s+nccl 2.28.3\s+cuda 13.0\s+1\s+4\s+0\s+2026-11-21", shown)
     told = json.loads(good(folder, "info", "--db", "a.db", "--json"))
     assert told["database"] == "a.db"

@@ -5,24 +5,29 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 import torch
 
-from autoplan.api.profiling import ProfileOptions, profile
+from autoplan.api.profiling import ProfileOptions, _named_kernels, profile
 from autoplan.base.errors import InputError
 from autoplan.base.processes import CrewError
-from autoplan.profiler.operations.given_kernels import check_runs, given_kernels
+from autoplan.profiler.operations.adapted_kernels import ADAPTERS
+from autoplan.profiler.operations.given_kernels import GivenKernel, check_runs, given_kernels
 from autoplan.profiler.operations.inputs import InputFactory, StagedRun
 from autoplan.profiler.operations.kernels import _experts
+from autoplan.profiler.shipped_kernels import SHIPPED
 from autoplan.profiler.store import Choice, open_store
 from autoplan.spec.operations import Operation
 
 CPU = torch.device("cpu")
 # A product, an attention and an optimizer that count what they are asked for.
 MINE = """
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -53,6 +58,38 @@ def attention(q, k, v, *, causal):
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2), "statistics"
 
+def windowed(q, k, v, *, causal, window_size=(-1, -1)):
+    CALLS.append(("windowed", tuple(q.shape), tuple(v.shape), window_size))
+    return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+
+class Core(torch.nn.Module):
+    # called like Transformer Engine's attention
+    def __init__(self, num_heads, widths, *, num_gqa_groups, qkv_format, attn_mask_type):
+        super().__init__()
+        assert (qkv_format, attn_mask_type) == ("bshd", "causal")
+        CALLS.append(("made", num_heads, widths, num_gqa_groups))
+
+    def forward(self, q, k, v, *, window_size):
+        CALLS.append(("core", window_size))
+        return v.repeat_interleave(q.shape[2] // v.shape[2], dim=2).flatten(2)
+
+class Whole(torch.nn.Module):
+    # made and called like torchtitan's experts
+    @dataclass(kw_only=True)
+    class Config:
+        dim: int
+        hidden_dim: int
+        num_experts: int
+
+    def __init__(self, config):
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
+
+    def forward(self, x, counts):
+        CALLS.append(("whole", tuple(x.shape), counts.tolist(), tuple(self.weights.shape)))
+        parts = zip(x.split(counts.tolist()), self.weights, strict=True)
+        return torch.cat([part @ weight @ weight.T for part, weight in parts])
+
 def broken(q, k, v, *, causal):
     raise RuntimeError("only on Mars")
 
@@ -68,12 +105,18 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
+def calls_of(call: Any) -> list[tuple[Any, ...]]:
+    """Return the calls that the file of a function or module notes."""
+    calls: list[tuple[Any, ...]] = getattr(call, "forward", call).__globals__["CALLS"]
+    return calls
+
+
 def run_of(mine: Path, name: str, operation: Operation, *shape: int) -> tuple[object, list[tuple[object, ...]]]:
     """Build and run the operation of a shape once; return the result and the calls of `mine.py`."""
     family: Operation = "gemm" if operation in ("dgrad", "wgrad") else operation.removesuffix("_backward")  # type: ignore[assignment]
     kernel = given_kernels({family: f"{mine}:{name}"})[operation]
     run = kernel.build(operation, shape, InputFactory(device=CPU, dtype="fp32", kernel=kernel.name))
-    calls = kernel.call.__globals__["CALLS"] if name == "attention" else kernel.call.forward.__globals__["CALLS"]
+    calls = calls_of(kernel.call)
     calls.clear()
     return run(), list(calls)
 
@@ -122,6 +165,75 @@ def test_experts_are_two_grouped_products_of_the_rows_that_torch_has(mine: Path)
     graph, output = run.prepare()
     assert [tuple(wanted.shape) for wanted in graph.wanted] == [(128, 32), *2 * [(64, 32)], *2 * [(32, 32)]]
     run.run((graph, output))
+
+
+def test_attention_within_a_window_and_with_narrow_values(mine: Path) -> None:
+    assert run_of(mine, "windowed", "attention", 1, 16, 4, 2, 8, 4)[1] == [
+        ("windowed", (1, 16, 4, 8), (1, 16, 2, 8), (3, 0))  # a token and the three before it
+    ]
+    output, calls = run_of(mine, "windowed", "latent_attention", 1, 16, 4, 12, 8)
+    assert calls == [("windowed", (1, 16, 4, 12), (1, 16, 4, 8), (-1, -1))]
+    assert isinstance(output, torch.Tensor)
+    assert output.shape == (1, 16, 4, 8)
+    kernels = given_kernels({"attention": f"{mine}:windowed", "latent_attention": f"{mine}:attention"})
+    assert [kernels[operation].takes_windows for operation in ("attention", "latent_attention")] == [True, False]
+
+
+def test_kernels_of_another_form_are_made_alike(mine: Path) -> None:
+    """In the forms of Transformer Engine's attention and of torchtitan's experts."""
+    core, whole = (given_kernels({"attention": f"{mine}:{name}"})["attention"].call for name in ("Core", "Whole"))
+    calls = calls_of(core)
+    attend = ADAPTERS["transformer_engine.pytorch:DotProductAttention"](core)
+    factory = InputFactory(device=CPU, dtype="fp32")
+    for operation, shape in (("attention", (1, 16, 4, 2, 8, 4)), ("latent_attention", (1, 16, 4, 12, 8))):
+        output = GivenKernel(name="core", call=attend).build(operation, shape, factory)()  # type: ignore[arg-type]
+        assert isinstance(output, torch.Tensor)
+        assert output.shape == (1, 16, 4, 8)
+    assert {call for call in calls if call[0] == "made"} == {("made", 4, 8, 2), ("made", 4, (12, 8), 4)}
+    assert {call for call in calls if call[0] == "core"} == {("core", (3, 0)), ("core", None)}
+    experts = GivenKernel(name="whole", call=ADAPTERS["torchtitan.models.common.moe:GroupedExperts"](whole))
+    calls = calls_of(whole)
+    # 2 of 8 experts here, half as wide, of 64 rows each
+    run = experts.build("experts_backward", (256, 32, 64, 2, 8, 2, 4), factory)
+    assert isinstance(run, StagedRun)
+    run()
+    assert set(map(str, calls)) == {str(("whole", (128, 32), [64, 64], (2, 32, 32)))}
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # in torch's own imports
+def test_kernels_are_compiled_where_asked(mine: Path) -> None:
+    kernels = given_kernels({"norm": f"{mine}:Norm:compiled", "attention": f"{mine}:attention"})
+    assert kernels["norm"].name.endswith(" compiled")
+    assert not kernels["attention"].is_compiled
+    with torch.compiler.set_stance("force_eager"):  # what it makes takes half a minute
+        check_runs({"norm": kernels["norm"], "norm_backward": kernels["norm_backward"]}, "fp32", CPU)
+
+
+def test_a_library_names_all_its_kernels() -> None:
+    named = _named_kernels(["transformer-engine", "attention=flash-attn-3:compiled", "norm=torch.nn:RMSNorm:compiled"])
+    assert named == {
+        **SHIPPED["transformer-engine"],
+        "attention": "flash_attn_interface:flash_attn_func:compiled",
+        "norm": "torch.nn:RMSNorm:compiled",
+    }
+    assert _named_kernels(["flash-attn:compiled"]) == {"attention": "flash_attn:flash_attn_func:compiled"}
+    with pytest.raises(InputError, match="or a library: transformer-engine, flash-attn"):
+        _named_kernels(["gemm=flash-attn"])
+    for library, names in SHIPPED.items():
+        if library in ("torchtitan", "apex"):
+            continue
+        for operation, name in names.items():
+            with pytest.raises(InputError, match=r"cannot be imported here: No module named"):
+                given_kernels({operation: name})
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # in torch's own imports
+def test_torchtitan_itself() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("torchtitan")
+    kernels = given_kernels(SHIPPED["torchtitan"])
+    assert {*kernels} == {"attention", "attention_backward", "experts", "experts_backward"}
+    check_runs(kernels, "bf16", CPU)
 
 
 def test_a_changed_file_is_another_kernel_and_a_library_says_its_version(mine: Path) -> None:

@@ -23,6 +23,7 @@ from autoplan.base.units import cleaned, format_bytes
 from autoplan.base.version import __version__
 from autoplan.frameworks.registry import FRAMEWORKS
 from autoplan.profiler.machine.hardware import SYS, amd_gpus, nics, num_lost_gpus, nvidia_gpus
+from autoplan.profiler.shipped_kernels import SHIPPED
 
 State = Literal["ok", "absent", "problem"]  # absent: not there, and not needed for everything
 
@@ -50,8 +51,6 @@ print(json.dumps({
 """
 # The distributions of frameworks, by what they are called.
 DISTRIBUTIONS = {name: distribution for entry in FRAMEWORKS for name, distribution in entry.distributions.items()}
-# Whose kernels frameworks run in place of torch's.
-KERNEL_LIBRARIES = ("transformer-engine", "flash-attn", "flash-attn-3", "flash-attn-4", "apex", "bitsandbytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +283,7 @@ def _frameworks() -> Iterator[Check]:
     yield Check(
         part="frameworks", state="ok" if versions else "absent", says=says or "none: exporting launch files needs none"
     )
-    libraries = {name: _version(name) for name in KERNEL_LIBRARIES}
+    libraries = {name: _version(name) for name in SHIPPED}
     present = ", ".join(f"{name} {version}" for name, version in libraries.items() if version)
     missing = ", ".join(name for name, version in libraries.items() if not version)
     yield Check(

@@ -21,6 +21,7 @@ from autoplan.profiler.expected import expected_hello
 from autoplan.profiler.machine.hardware import emulates_bf16
 from autoplan.profiler.protocol import Hello, Job
 from autoplan.profiler.record import Mode
+from autoplan.profiler.shipped_kernels import COMPILED, SHIPPED
 from autoplan.profiler.store import Store, open_store
 from autoplan.profiler.sweep import Progress, extrapolations, outliers
 from autoplan.profiler.sweep import run as sweep
@@ -285,14 +286,19 @@ def _named_kernels(texts: Sequence[str]) -> dict[Operation, str]:
     """Return the kernels that were named, by operation; paths are whole, as ranks may start elsewhere."""
     named: dict[Operation, str] = {}
     for text in texts:
-        operation, _, name = text.partition("=")
-        place, _, attribute = name.rpartition(":")
+        operation, equals, name = text.partition("=") if "=" in text else ("", "", text)
+        plain = name.removesuffix(COMPILED)
+        suffix, shipped = name.removeprefix(plain), SHIPPED.get(plain, {})
+        if served := [known for known in shipped if not equals or known == operation]:
+            named |= {known: f"{shipped[known]}{suffix}" for known in served}
+            continue
+        place, _, attribute = plain.rpartition(":")
         if operation not in GIVEN_KERNELS or not place or not attribute.isidentifier():
-            known = ", ".join(GIVEN_KERNELS)
             raise InputError(
-                f"--kernel {text!r}: write OPERATION=MODULE:NAME or OPERATION=FILE.py:NAME, with one of {known}"
+                f"--kernel {text!r}: write OPERATION=MODULE:NAME or OPERATION=FILE.py:NAME, with one of "
+                f"{', '.join(GIVEN_KERNELS)}, or a library: {', '.join(SHIPPED)}"
             )
-        named[operation] = f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
+        named[operation] = f"{Path(place).resolve()}:{attribute}{suffix}" if place.endswith(".py") else name
     return named
 
 

@@ -84,9 +84,9 @@ KernelsOption = Annotated[
     list[str] | None,
     typer.Option(
         "--kernel",
-        metavar="OPERATION=MODULE:NAME",
-        help="Measure this class or function instead of torch's kernel of gemm, attention, experts, norm or "
-        "optimizer (repeatable): attention=flash_attn:flash_attn_func, gemm=mine.py:Linear.",
+        metavar="LIBRARY|OPERATION=...",
+        help="Measure kernels of a library (transformer-engine, flash-attn-3), or a class or function, instead of "
+        "torch's (repeatable): attention=flash-attn, gemm=mine.py:Linear, norm=torch.nn:RMSNorm:compiled.",
     ),
 ]
 LimitOption = Annotated[str, typer.Option(metavar="TIME", help="Time after which a rank counts as hung.")]

@@ -48,6 +48,7 @@ COLLECTIVES: tuple[Operation, ...] = (
 GIVEN_KERNELS: dict[Operation, tuple[Operation, ...]] = {
     "gemm": PRODUCTS,
     "attention": ("attention", "attention_backward"),
+    "latent_attention": ("latent_attention", "latent_attention_backward"),
     "experts": EXPERTS,
     "norm": ("norm", "norm_backward"),
     "optimizer": ("optimizer",),

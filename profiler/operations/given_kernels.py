@@ -1,11 +1,13 @@
 """Kernels of other libraries, or of a user's own file, that are timed in place of torch's.
 
-They are named MODULE:NAME, or FILE.py:NAME.  What is called, with numbers in the type of the plan:
+They are named MODULE:NAME, or FILE.py:NAME, with :compiled behind it for what torch.compile makes of them.  What is
+called, with numbers in the type of the plan:
 
 - `gemm`: a class like `torch.nn.Linear`, made with (inputs, outputs, bias=False); the products of both passes are its.
 - `norm`: a class like `torch.nn.RMSNorm`, made with (hidden size).
-- `attention`: a function of (queries, keys, values, causal=True), each of batch, tokens, heads, width; of several
-  results the first one is the output.
+- `attention`, `latent_attention`: a function of (queries, keys, values, causal=True), each of batch, tokens, heads,
+  width; of several results the first one is the output.  Within a window of w tokens, if it takes them, it also gets
+  window_size=(w - 1, 0).
 - `experts`: a class like Transformer Engine's `GroupedLinear`, made with (experts, inputs, outputs, bias=False), called
   with (inputs sorted by expert, [how many each expert has]); what is between the two products is torch's.
 - `optimizer`: a class like `torch.optim.AdamW`, made with ([weights in fp32], lr=...).
@@ -18,8 +20,10 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,11 @@ from torch import Tensor, nn
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
+from autoplan.profiler.operations.adapted_kernels import ADAPTERS, BACKENDS
 from autoplan.profiler.operations.inputs import DTYPES, InputFactory, Run, StagedRun, in_turns, num_sets
 from autoplan.profiler.operations.kernels import TINY, expert_sizes, gated, optimizer_step
-from autoplan.spec.operations import EXPERTS, GIVEN_KERNELS, PRODUCTS, Operation
+from autoplan.profiler.shipped_kernels import COMPILED
+from autoplan.spec.operations import ATTENTIONS, EXPERTS, GIVEN_KERNELS, PRODUCTS, Operation
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +45,15 @@ class GivenKernel:
 
     name: str
     call: Callable[..., Any]
+    is_compiled: bool = False
+    backend: Callable[[], str] = str  # what the library says of the kernel that its last call ran; blank: nothing
+
+    @property
+    def takes_windows(self) -> bool:
+        """Return whether it is attention that can be restricted to a window."""
+        with suppress(ValueError):  # of what is not written in Python
+            return "window_size" in signature(self.call).parameters
+        return False
 
     def build(self, operation: Operation, shape: tuple[int, ...], factory: InputFactory) -> Run | StagedRun:
         """Build a call on the next set of inputs."""
@@ -47,6 +62,8 @@ class GivenKernel:
         first, touched_bytes = _MAKERS[operation](self.call, operation, shape, factory)
         count = num_sets(touched_bytes, factory.device)
         calls = [first, *(_MAKERS[operation](self.call, operation, shape, factory)[0] for _ in range(count - 1))]
+        if self.is_compiled:
+            calls = [replace(call, forward=torch.compile(call.forward)) for call in calls]
         if operation in GIVEN_KERNELS:  # the forward pass
             return in_turns([call.forward for call in calls])
         prepare = in_turns([lambda call=call: (call, call.forward()) for call in calls])  # type: ignore[misc]
@@ -77,7 +94,8 @@ def check_runs(kernels: Mapping[Operation, GivenKernel], dtype: str, device: tor
 
 
 def _imported(name: str) -> GivenKernel:
-    place, _, attribute = name.rpartition(":")
+    named, is_compiled = name.removesuffix(COMPILED), name.endswith(COMPILED)
+    place, _, attribute = named.rpartition(":")
     path = Path(place)
     try:
         if path.suffix == ".py":
@@ -97,7 +115,13 @@ def _imported(name: str) -> GivenKernel:
         raise InputError(f"--kernel {name}: cannot be imported here: {cleaned(str(error))}") from None
     if not callable(call):
         raise InputError(f"--kernel {name}: is no function or class")
-    return GivenKernel(f"{place}:{attribute} {tag}".strip(), call)
+    words = (f"{place}:{attribute}", tag, "compiled" if is_compiled else "")
+    return GivenKernel(
+        name=" ".join(filter(None, words)),
+        call=ADAPTERS[named](call) if named in ADAPTERS else call,
+        is_compiled=is_compiled,
+        backend=BACKENDS.get(named, str),
+    )
 
 
 def _version(module: str) -> str:
@@ -158,19 +182,24 @@ def _norm(
 def _attention(
     call: Callable[..., Any], operation: Operation, shape: tuple[int, ...], factory: InputFactory
 ) -> tuple[_Graph, int]:
-    batch, seq_len, num_heads, num_kv_heads, head_dim, _ = shape
-    q, k, v = (
-        factory.normal(batch, seq_len, heads, head_dim, grad=True) for heads in (num_heads, num_kv_heads, num_kv_heads)
-    )
+    if operation in GIVEN_KERNELS["latent_attention"]:
+        batch, seq_len, num_heads, key_width, value_width = shape
+        num_kv_heads, window = num_heads, 0
+    else:
+        batch, seq_len, num_heads, num_kv_heads, key_width, window = shape
+        value_width = key_width
+    sizes = ((num_heads, key_width), (num_kv_heads, key_width), (num_kv_heads, value_width))
+    q, k, v = (factory.normal(batch, seq_len, heads, width, grad=True) for heads, width in sizes)
+    words: dict[str, Any] = {"window_size": (window - 1, 0)} if window else {}
 
     def forward() -> Tensor:
-        output = call(q, k, v, causal=True)
+        output = call(q, k, v, causal=True, **words)
         result = output[0] if isinstance(output, tuple) else output
         assert isinstance(result, Tensor)
         return result
 
-    touched_bytes = 2 * factory.torch_dtype.itemsize * (q.numel() + k.numel())
-    return _Graph(forward, [q, k, v], torch.randn_like(q)), touched_bytes
+    touched_bytes = factory.torch_dtype.itemsize * (2 * q.numel() + k.numel() + v.numel())
+    return _Graph(forward, [q, k, v], factory.normal(batch, seq_len, num_heads, value_width)), touched_bytes
 
 
 def _experts(
@@ -179,20 +208,24 @@ def _experts(
     tokens, hidden_size, *sizes = shape
     num_experts, expert_tokens, width = expert_sizes(tokens, *sizes)
     rows = [expert_tokens] * num_experts
+    weights_bytes = 3 * num_experts * width * hidden_size
+    touched_bytes = factory.torch_dtype.itemsize * (weights_bytes + sum(rows) * (2 * hidden_size + 3 * width))
+    x = factory.normal(sum(rows), hidden_size, grad=True)
+    if getattr(call, "is_whole", False):
+        whole = _module(call, factory, num_experts, hidden_size, width)
+        return _Graph(lambda: whole(x, rows), [x, *whole.parameters()], torch.randn_like(x)), touched_bytes
     up = _module(call, factory, num_experts, hidden_size, 2 * width, bias=False)
     down = _module(call, factory, num_experts, width, hidden_size, bias=False)
-    x = factory.normal(sum(rows), hidden_size, grad=True)
     graph = _Graph(
         lambda: down(gated(up(x, rows)), rows), [x, *up.parameters(), *down.parameters()], torch.randn_like(x)
     )
-    weights_bytes = 3 * num_experts * width * hidden_size
-    return graph, factory.torch_dtype.itemsize * (weights_bytes + sum(rows) * (2 * hidden_size + 3 * width))
+    return graph, touched_bytes
 
 
 _Maker = Callable[[Callable[..., Any], Operation, tuple[int, ...], InputFactory], tuple[_Graph, int]]
 _MAKERS: dict[Operation, _Maker] = {
     **dict.fromkeys(PRODUCTS, _product),
-    **dict.fromkeys(GIVEN_KERNELS["attention"], _attention),
+    **dict.fromkeys(ATTENTIONS, _attention),
     **dict.fromkeys(EXPERTS, _experts),
     **dict.fromkeys(GIVEN_KERNELS["norm"], _norm),
 }
