@@ -4,8 +4,8 @@
 
 For each cluster the best twenty plans of a search are kept in a plan file; every task that `profile --for` can queue on
 an allocation is filled in, and the plans are priced with that.  A look-up is one collective or message of one plan, of
-one size; it is served where its time is not the reference's.  Those across domains (nodes, or racks) are told from those
-inside one.
+one size; it is served where its time is not the reference's.  Those that leave a scale-up domain, a node or a rack, are
+told from those inside one.
 """
 
 from __future__ import annotations
