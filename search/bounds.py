@@ -27,8 +27,8 @@ from autoplan.cost.collectives.end_of_step import end_of_step_s, least_shown_s, 
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.dynamic_cp import over_degrees
 from autoplan.cost.kernels.times import distinct_head_s
-from autoplan.cost.memory.parameters import StageParameters, updated_parameters
 from autoplan.cost.network.links import Links
+from autoplan.cost.parameters import StageParameters, updated_parameters
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.closed_forms import send_exposed_s
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside

@@ -12,10 +12,10 @@ import numpy as np
 from autoplan.base.arrays import Floats, Ints, Rows, add_up, distinct_rows
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.memory.activations import block_bytes, boundary_bytes, layer_parts, stored_bytes
-from autoplan.cost.memory.parameters import DenseAndExpert, StageParameters, frozen_bytes, local_parameters
 from autoplan.cost.memory.stage_memory import context_bytes, wgrad_buffer_bytes
 from autoplan.cost.memory.training_states import states
 from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.parameters import DenseAndExpert, StageParameters, frozen_bytes, local_parameters
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.search.layer_spread import Spread
 from autoplan.spec.axes import AXIS

@@ -10,7 +10,7 @@ import pytest
 
 from autoplan.api.timings import with_timings
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.cost.memory.parameters import layer_parameters
+from autoplan.cost.parameters import layer_parameters
 from autoplan.cost.provenance import shares, term_shares
 from autoplan.frameworks.presets import load_framework, preset_frameworks
 from autoplan.profiler.record import Fingerprint, Record

@@ -29,9 +29,9 @@ from autoplan.cost.kernels.arithmetic import (  # noqa: E402
     model_flops_per_token,
 )
 from autoplan.cost.kernels.block_shapes import block_shapes  # noqa: E402
-from autoplan.cost.memory.parameters import unit_parameters  # noqa: E402
 from autoplan.cost.memory.recompute import activation_parts, kept_bytes  # noqa: E402
-from autoplan.cost.memory.state_types import reduced_grad_bytes  # noqa: E402
+from autoplan.cost.parameters import unit_parameters  # noqa: E402
+from autoplan.cost.state_types import reduced_grad_bytes  # noqa: E402
 from autoplan.frameworks.presets import load_framework  # noqa: E402
 from autoplan.readers.cluster import load_cluster  # noqa: E402
 from autoplan.readers.finetuning import combined, load_finetuning  # noqa: E402

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from autoplan.cost.estimate import estimate, stage_costs
 from autoplan.cost.kernels.arithmetic import count_parameters
-from autoplan.cost.memory.parameters import stage_parameters
 from autoplan.cost.memory.stage_memory import CACHED_SHARE, MEMORY_TERMS, PASS_TERMS, host_bytes, stage_memory
-from autoplan.cost.memory.state_types import optimizer_bytes
+from autoplan.cost.parameters import stage_parameters
 from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.cost.pipeline.order import PipelineShape, rank_orders
+from autoplan.cost.state_types import optimizer_bytes
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.blocks import Experts, LatentAttention

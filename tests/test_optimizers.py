@@ -12,7 +12,7 @@ from autoplan.cost.collectives.end_of_step import end_of_step
 from autoplan.cost.estimate import estimate
 from autoplan.cost.kernels.orthogonalise import orthogonalise_s
 from autoplan.cost.kernels.products import gemm_rate
-from autoplan.cost.memory.parameters import stage_parameters
+from autoplan.cost.parameters import stage_parameters
 from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster

@@ -8,7 +8,7 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.cost.kernels.products import moved_per_accumulated_grad
-from autoplan.cost.memory.state_types import reduced_grad_bytes
+from autoplan.cost.state_types import reduced_grad_bytes
 from autoplan.readers.cluster import load_cluster
 from autoplan.spec.enums import GradType, Precision
 from autoplan.spec.plan import ParallelPlan, PlanBatch

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from autoplan.cost.collectives.sharded_states import (
-    UnitParameters,
     compressed_states,
     copied_states_s,
     sharded_states,
@@ -17,6 +16,7 @@ from autoplan.cost.collectives.sharded_states import (
 )
 from autoplan.cost.estimate import estimate
 from autoplan.cost.network.links import Links
+from autoplan.cost.parameters import UnitParameters
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model

@@ -15,7 +15,7 @@ from autoplan.api.estimate import make_plan
 from autoplan.api.problem import make_problem, make_space
 from autoplan.base.errors import InputError
 from autoplan.cost.estimate import estimate
-from autoplan.cost.memory.state_types import reduced_grad_bytes
+from autoplan.cost.state_types import reduced_grad_bytes
 from autoplan.frameworks.common.rules import broken
 from autoplan.frameworks.presets import load_framework
 from autoplan.frameworks.registry import book_of

@@ -14,7 +14,7 @@ from autoplan.base.arrays import Bools, Floats, Rows, add_up
 from autoplan.cost.block_cost import BlockCost, Halves, Lags, finish, with_launches
 from autoplan.cost.collectives.context_parallel import context_parallel_s
 from autoplan.cost.collectives.expert_parallel import expert_parallel_s, shown_expert_parallel_s
-from autoplan.cost.collectives.sharded_states import UnitParameters, copied_states_s, sharded_states_s
+from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
 from autoplan.cost.collectives.tensor_parallel import (
     TensorParallelTimes,
     adapters_s,
@@ -48,9 +48,9 @@ from autoplan.cost.kernels.products import moved_per_accumulated_grad
 from autoplan.cost.kernels.sharded_operations import repeated_operations_s, sharded_operations_s
 from autoplan.cost.kernels.sizes import sends_tokens_once
 from autoplan.cost.kernels.times import KernelTimes, kernel_times
-from autoplan.cost.memory.parameters import layer_parameters, unit_parameters
 from autoplan.cost.memory.recompute import activation_parts, offloaded
 from autoplan.cost.network.links import Links
+from autoplan.cost.parameters import UnitParameters, layer_parameters, unit_parameters
 from autoplan.cost.passes import Pass
 from autoplan.cost.pipeline.layout import repeats_beside
 from autoplan.cost.recompute_times import selective_s

@@ -10,8 +10,8 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, Ints, add_up
 from autoplan.cost.encoder_ranks import encoder_ranks
-from autoplan.cost.memory.parameters import stage_parameters
 from autoplan.cost.memory.stage_memory import MEMORY_TERMS, host_bytes, stage_memory
+from autoplan.cost.parameters import stage_parameters
 from autoplan.cost.pipeline.layout import stage_blocks
 from autoplan.cost.pipeline.order import chunks_of_ranks
 from autoplan.cost.spreads import NORMAL_90, Familiarity

@@ -15,15 +15,15 @@ from autoplan.cost.collectives.tensor_parallel import shared_scales_s, tensor_pa
 from autoplan.cost.dynamic_cp import over_degrees
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
 from autoplan.cost.kernels.times import HeadTimes, distinct_head_s
-from autoplan.cost.memory.parameters import (
+from autoplan.cost.memory.stage_memory import StageMemory, stage_memory
+from autoplan.cost.network.links import Links
+from autoplan.cost.parameters import (
     EndParameters,
     StageParameters,
     end_parameters,
     layer_parameters,
     stage_parameters,
 )
-from autoplan.cost.memory.stage_memory import StageMemory, stage_memory
-from autoplan.cost.network.links import Links
 from autoplan.cost.passes import Ends, Pass, SplitPass
 from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_beside, stage_blocks
 from autoplan.spec.blocks import Block

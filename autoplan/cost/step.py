@@ -18,7 +18,7 @@ from autoplan.base.extremes import largest_of
 from autoplan.cost.collectives.collective import LinkTimes
 from autoplan.cost.collectives.end_of_step import FirstStage, end_of_step_s, optimizer_s, shown_gather_s, shown_reduce_s
 from autoplan.cost.collectives.pipeline_messages import tied_table
-from autoplan.cost.memory.parameters import layer_parameters, updated_parameters
+from autoplan.cost.parameters import layer_parameters, updated_parameters
 from autoplan.cost.passes import Pass, SplitPass
 from autoplan.cost.pipeline.closed_forms import Makespan, gpipe_s, pipeline_s
 from autoplan.cost.pipeline.order import PipelineShape, rank_of_chunks

@@ -18,9 +18,13 @@ from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured import find
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.orthogonalise import orthogonalise_s
-from autoplan.cost.memory.allocator_cache import GRAD_BYTES
-from autoplan.cost.memory.parameters import StageParameters
-from autoplan.cost.memory.state_types import (
+from autoplan.cost.network.algorithms import ProcessGroup
+from autoplan.cost.network.links import contention_share
+from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.parameters import StageParameters
+from autoplan.cost.pipeline.layout import StageBlocks
+from autoplan.cost.state_types import (
+    HALF_BYTES,
     accumulates_full_gradients,
     grad_bytes,
     parameters_on_host,
@@ -28,10 +32,6 @@ from autoplan.cost.memory.state_types import (
     share_on_host,
     update_moved_bytes,
 )
-from autoplan.cost.network.algorithms import ProcessGroup
-from autoplan.cost.network.links import contention_share
-from autoplan.cost.network.process_groups import process_groups
-from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.spec.enums import Precision, Schedule, Sharding
 from autoplan.spec.framework import Framework
 from autoplan.spec.operations import Operation
@@ -60,7 +60,7 @@ def _reduce_buckets(framework: Framework, parameters: Floats) -> Floats:
     """Number of consecutive all-reduces for the gradients of this many unsharded parameters."""
     if not framework.network.reduce_bucket_bytes:
         return np.ones_like(parameters)
-    return np.maximum(np.ceil(GRAD_BYTES * parameters / framework.network.reduce_bucket_bytes), 1.0)
+    return np.maximum(np.ceil(HALF_BYTES * parameters / framework.network.reduce_bucket_bytes), 1.0)
 
 
 def _hosts_wait_s(problem: Problem, batch: PlanBatch) -> Floats:

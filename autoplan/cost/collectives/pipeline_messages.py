@@ -9,11 +9,11 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.sizes import norm_tokens, padded_vocab, rank_tokens
-from autoplan.cost.memory.state_types import reduced_grad_bytes
 from autoplan.cost.network.algorithms import ProcessGroup
 from autoplan.cost.network.links import Links
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.pipeline.layout import V_SCHEDULES
+from autoplan.cost.state_types import reduced_grad_bytes
 from autoplan.spec.finetuning import EMBEDDING
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

@@ -9,15 +9,16 @@ import numpy as np
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
-from autoplan.cost.memory.state_types import (
+from autoplan.cost.network.process_groups import process_groups
+from autoplan.cost.parameters import UnitParameters
+from autoplan.cost.passes import Pass, SplitPass
+from autoplan.cost.state_types import (
     WIDE_BYTES,
     grad_bytes,
     parameters_on_host,
     reduced_grad_bytes,
     weight_bytes,
 )
-from autoplan.cost.network.process_groups import process_groups
-from autoplan.cost.passes import Pass, SplitPass
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -42,36 +43,6 @@ class ShardedStates(NamedTuple):
     gather_experts: Collective
     reduce: Collective
     reduce_experts: Collective
-
-
-class UnitParameters(NamedTuple):
-    """Parameters of one unit on one rank, in elements, and bytes of the gather of its weights: shape (plans).
-
-    Frozen weights are gathered in their storage type and have no gradients.
-    """
-
-    dense: Floats
-    expert: Floats
-    trained_dense: Floats
-    trained_expert: Floats
-    dense_bytes: Floats
-    expert_bytes: Floats
-
-    @classmethod
-    def all_trained(cls, problem: Problem, dense: Floats, expert: Floats) -> UnitParameters:
-        """Return a unit without frozen parameters."""
-        element = problem.training.element_bytes
-        return cls(dense, expert, dense, expert, element * dense, element * expert)
-
-    @property
-    def all_elements(self) -> Floats:
-        """Elements of the whole unit."""
-        return self.dense + self.expert
-
-    @property
-    def trained_elements(self) -> Floats:
-        """Elements with gradients."""
-        return self.trained_dense + self.trained_expert
 
 
 class _When(NamedTuple):

@@ -28,9 +28,9 @@ from autoplan.cost.collectives.tensor_parallel import (
 from autoplan.cost.dynamic_cp import parts_of
 from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.linears import BlockShape
-from autoplan.cost.memory.parameters import end_parameters, stage_parameters, unit_parameters
 from autoplan.cost.network.algorithms import link_bytes
 from autoplan.cost.network.links import Links
+from autoplan.cost.parameters import end_parameters, stage_parameters, unit_parameters
 from autoplan.cost.pipeline.layout import StageBlocks, repeats_beside, stage_blocks
 from autoplan.cost.pipeline.order import rank_of_chunks
 from autoplan.cost.recompute_times import resent_share

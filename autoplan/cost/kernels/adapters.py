@@ -15,8 +15,8 @@ from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.memory_bound import Traffic
 from autoplan.cost.kernels.products import gemm_rate, matrices_s
 from autoplan.cost.kernels.sizes import linear_tokens, local_sizes
-from autoplan.cost.memory.state_types import is_16_bit_throughout
 from autoplan.cost.passes import SplitPass
+from autoplan.cost.state_types import is_16_bit_throughout
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 

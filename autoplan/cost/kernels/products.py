@@ -21,8 +21,8 @@ from autoplan.cost.kernels.sizes import (
     scales_rows,
     scales_tiles,
 )
-from autoplan.cost.memory.state_types import accumulator_bytes, grad_bytes
 from autoplan.cost.passes import SplitPass
+from autoplan.cost.state_types import accumulator_bytes, grad_bytes
 from autoplan.spec.enums import Precision
 from autoplan.spec.operations import PRODUCTS
 from autoplan.spec.plan import PlanBatch

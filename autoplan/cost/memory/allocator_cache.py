@@ -18,6 +18,7 @@ from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.kernels.sizes import head_columns, padded_vocab, rank_tokens
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks
+from autoplan.cost.state_types import HALF_BYTES
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import PlanBatch
@@ -25,7 +26,6 @@ from autoplan.spec.problem import Problem
 
 Kept = list[tuple[Floats, Floats]]  # (size of a stored tensor, how many are alive), both of shape (plans, stages)
 
-GRAD_BYTES = 2.0  # per gradient element as produced by the backward pass
 MOMENT_BYTES = 8.0  # of Adam's moments per parameter, allocated at the end of the first step
 FP32_LOGIT_BYTES = 4.0
 UNREDUCED_BYTES = 4.0  # per token and hidden element of a layer: the outputs of attention and MLP in 16 bits
@@ -99,11 +99,11 @@ def _unfit_gradients(
 ) -> tuple[Floats, tuple[Floats, Floats]]:
     """Bytes of weight gradients that fit into no freed activation's block, and of the block added for a table."""
     ends, table, fc1 = _large_weights(problem, batch, blocks)
-    is_large = GRAD_BYTES * table > _largest(tensors)
-    tables = np.where(is_large, GRAD_BYTES * ends * table, 0.0)
+    is_large = HALF_BYTES * table > _largest(tensors)
+    tables = np.where(is_large, HALF_BYTES * ends * table, 0.0)
     layers = _layers(problem.model, blocks)
-    firsts = np.where(GRAD_BYTES * fc1 > _largest(tensors), GRAD_BYTES * layers * fc1, 0.0)
-    block = np.where((ends > 0) & is_large, GRAD_BYTES * table, 0.0)
+    firsts = np.where(HALF_BYTES * fc1 > _largest(tensors), HALF_BYTES * layers * fc1, 0.0)
+    block = np.where((ends > 0) & is_large, HALF_BYTES * table, 0.0)
     return tables + firsts, (block, (ends > 0).astype(np.float64))
 
 

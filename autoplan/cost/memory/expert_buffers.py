@@ -10,7 +10,7 @@ import numpy as np
 from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.launches import holds_graphs
 from autoplan.cost.kernels.sizes import norm_tokens, rank_expert_tokens, routed_tokens
-from autoplan.cost.memory.state_types import WIDE_BYTES
+from autoplan.cost.state_types import WIDE_BYTES
 from autoplan.spec.enums import CudaGraphs, Dispatcher
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

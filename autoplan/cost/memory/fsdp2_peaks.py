@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
-from autoplan.cost.memory.state_types import WIDE_BYTES
+from autoplan.cost.state_types import WIDE_BYTES
 
 # Memory terms at the candidate peaks of each phase of a step.
 Snapshots = dict[Literal["forward", "backward", "update"], tuple[dict[str, Floats], ...]]

@@ -24,13 +24,13 @@ from autoplan.cost.kernels.sizes import (
 )
 from autoplan.cost.memory.activations import ChunkEnds, activation_bytes, layer_bytes, logit_bytes, stored_bytes
 from autoplan.cost.memory.fsdp2_peaks import PassSizes, PipelineSizes
-from autoplan.cost.memory.parameters import StageParameters, frozen_bytes, local_parameters, spread_bytes
 from autoplan.cost.memory.recompute import casts_norms, eager_norm_bytes
-from autoplan.cost.memory.state_types import WIDE_BYTES, parameters_on_host
 from autoplan.cost.network.algorithms import ProcessGroup
 from autoplan.cost.network.process_groups import ProcessGroups
+from autoplan.cost.parameters import StageParameters, frozen_bytes, local_parameters, spread_bytes
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks
+from autoplan.cost.state_types import WIDE_BYTES, parameters_on_host
 from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.finetuning import EMBEDDING, HEAD

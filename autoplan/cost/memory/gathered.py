@@ -7,9 +7,9 @@ import numpy as np
 from autoplan.base.arrays import Floats, add_up
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.sizes import head_columns
-from autoplan.cost.memory.parameters import StageParameters, local_parameters, unit_parameters
-from autoplan.cost.memory.state_types import full_grad_bytes, parameters_on_host
 from autoplan.cost.network.process_groups import ProcessGroups
+from autoplan.cost.parameters import StageParameters, local_parameters, unit_parameters
+from autoplan.cost.state_types import full_grad_bytes, parameters_on_host
 from autoplan.spec.enums import Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

@@ -25,7 +25,7 @@ from autoplan.cost.kernels.sizes import (
     rank_tokens,
 )
 from autoplan.cost.memory.expert_buffers import held_expert_tokens
-from autoplan.cost.memory.state_types import WIDE_BYTES
+from autoplan.cost.state_types import WIDE_BYTES
 from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.enums import AttentionKernel, OffloadLayers, RecomputeModule
 from autoplan.spec.plan import SELECTIVE, PlanBatch

@@ -34,9 +34,12 @@ from autoplan.cost.memory.expert_buffers import exchange_bytes, expert_gradient_
 from autoplan.cost.memory.fsdp2_peaks import Snapshots, at_peak, pass_terms, stage_terms, with_gathered
 from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
 from autoplan.cost.memory.gathered import gathered_bytes
-from autoplan.cost.memory.parameters import StageParameters, spread_bytes, stage_parameters, updated_parameters
 from autoplan.cost.memory.recompute import Parts, whole_bytes
-from autoplan.cost.memory.state_types import (
+from autoplan.cost.memory.training_states import kept_weight_bytes, states
+from autoplan.cost.network.process_groups import ProcessGroups, process_groups
+from autoplan.cost.parameters import StageParameters, spread_bytes, stage_parameters, updated_parameters
+from autoplan.cost.pipeline.layout import StageBlocks, stage_blocks
+from autoplan.cost.state_types import (
     WIDE_BYTES,
     grad_bytes,
     optimizer_bytes,
@@ -45,9 +48,6 @@ from autoplan.cost.memory.state_types import (
     update_copy_bytes,
     weight_bytes,
 )
-from autoplan.cost.memory.training_states import kept_weight_bytes, states
-from autoplan.cost.network.process_groups import ProcessGroups, process_groups
-from autoplan.cost.pipeline.layout import StageBlocks, stage_blocks
 from autoplan.spec.blocks import ENCODER_BLOCKS, Block
 from autoplan.spec.enums import CudaGraphs, Precision, Sharding
 from autoplan.spec.finetuning import HEAD

@@ -9,11 +9,12 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.kernels.sizes import NARROW_BYTES, scales_tiles
-from autoplan.cost.memory.parameters import (
+from autoplan.cost.network.process_groups import ProcessGroups
+from autoplan.cost.parameters import (
     StageParameters,
     spread_bytes,
 )
-from autoplan.cost.memory.state_types import (
+from autoplan.cost.state_types import (
     HALF_BYTES,
     WIDE_BYTES,
     accumulator_bytes,
@@ -24,7 +25,6 @@ from autoplan.cost.memory.state_types import (
     share_on_host,
     weight_bytes,
 )
-from autoplan.cost.network.process_groups import ProcessGroups
 from autoplan.spec.enums import Precision, Sharding
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem

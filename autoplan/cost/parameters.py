@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from autoplan.base.arrays import Bools, Floats, add_up
-from autoplan.cost.collectives.sharded_states import UnitParameters
 from autoplan.cost.kernels.arithmetic import before_head_parameters, embedding_parameters, encoder_end_parameters
 from autoplan.cost.kernels.block_shapes import block_shapes, norm_parameters
 from autoplan.cost.kernels.linears import BlockShape
@@ -30,6 +29,36 @@ class DenseAndExpert(NamedTuple):
 
     dense: Floats
     expert: Floats
+
+
+class UnitParameters(NamedTuple):
+    """Parameters of one unit on one rank, in elements, and bytes of the gather of its weights: shape (plans).
+
+    Frozen weights are gathered in their storage type and have no gradients.
+    """
+
+    dense: Floats
+    expert: Floats
+    trained_dense: Floats
+    trained_expert: Floats
+    dense_bytes: Floats
+    expert_bytes: Floats
+
+    @classmethod
+    def all_trained(cls, problem: Problem, dense: Floats, expert: Floats) -> UnitParameters:
+        """Return a unit without frozen parameters."""
+        element = problem.training.element_bytes
+        return cls(dense, expert, dense, expert, element * dense, element * expert)
+
+    @property
+    def all_elements(self) -> Floats:
+        """Elements of the whole unit."""
+        return self.dense + self.expert
+
+    @property
+    def trained_elements(self) -> Floats:
+        """Elements with gradients."""
+        return self.trained_dense + self.trained_expert
 
 
 def local_parameters(batch: PlanBatch, shape: BlockShape, *, trained: bool = False) -> DenseAndExpert:
