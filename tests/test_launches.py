@@ -75,6 +75,18 @@ def test_launches_of_a_block_of_experts_are_those_of_its_parts() -> None:
     assert (eager.forward_s - launched.forward_s)[0] == pytest.approx(router + dispatch + COUNT_TOKENS.forward)
 
 
+def test_grouped_experts_launch_as_much_as_one() -> None:
+    """Neither products nor casts and biases of each of 128 local experts."""
+    odd = replace(QWEN, mlp_bias=True)
+    grouped, looped = (problem_of(odd, are_grouped=is_grouped) for is_grouped in (True, False))
+    batch = batch_of(ep=1, precision="fp8")
+    launched = extra_launches_s(grouped, batch, Block.MOE)
+    assert launched.forward_s[0] == FUSED_ROUTER.forward + AROUND_EXPERTS.forward
+    more = extra_launches_s(looped, batch, Block.MOE).forward_s - launched.forward_s
+    per_expert = PER_EXPERT.forward + BIAS_PER_EXPERT.forward + CASTS_PER_EXPERT.forward
+    assert more[0] == pytest.approx(128 * LIGHT * per_expert)
+
+
 def test_experts_with_biases_and_limits_move_more_unless_one_graph_fuses_them() -> None:
     """Of every routed token, its width through the second bias and its expert's through the limits, and kernels."""
     plain, odd = problem_of(), problem_of(replace(QWEN, mlp_bias=True, clamped_activation=True))

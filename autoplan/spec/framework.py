@@ -184,6 +184,8 @@ class Experts:
     # Every pass through a MoE block waits for the host: it reads how many tokens each expert got before it can launch
     # the experts, by when the device has caught up with it.
     moe_sync_s: float = 0.0
+    # A kernel for all local experts casts, multiplies or adds biases; else each expert has its own.
+    are_grouped: bool = False
     # More in every such pass of 8 bits or fewer, as casts are kernels of each expert: once, and for each.
     narrow_sync_s: float = 0.0
     s_per_local_expert: float = 0.0

@@ -157,7 +157,8 @@ def _expert_parts(problem: Problem, batch: PlanBatch) -> list[tuple[Launches, Fl
     moe = problem.model.moe
     assert moe is not None
     once = np.ones(len(batch))
-    local, sends = moe.num_experts / batch.ep, batch.ep > 1
+    sends = batch.ep > 1
+    looped = 0.0 if problem.framework.experts.are_grouped else LIGHT * moe.num_experts / batch.ep
     routes = once * ~holds_graphs(batch, CudaGraphs.ROUTER)
     return [
         (FUSED_ROUTER, routes * batch.router_fusion),
@@ -166,9 +167,9 @@ def _expert_parts(problem: Problem, batch: PlanBatch) -> list[tuple[Launches, Fl
         (COUNT_TOKENS, once * counts_tokens(batch)),
         *((launches, once * sends * (batch.dispatcher == kind.code)) for kind, launches in DISPATCH.items()),
         (AROUND_EXPERTS, once),
-        (PER_EXPERT, LIGHT * local),
-        (BIAS_PER_EXPERT, LIGHT * local * problem.model.mlp_bias),
-        (CASTS_PER_EXPERT, LIGHT * local * np.isin(batch.precision, NARROW)),
+        (PER_EXPERT, once * looped),
+        (BIAS_PER_EXPERT, once * looped * problem.model.mlp_bias),
+        (CASTS_PER_EXPERT, once * looped * np.isin(batch.precision, NARROW)),
     ]
 
 
