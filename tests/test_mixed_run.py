@@ -22,8 +22,15 @@ from mixed_cases import as_mixed, problem_of, scaled
 BATCH = 16
 
 
+_FOUND: dict[tuple[str, ...], MixedResult] = {}
+
+
 def find(problem: MixedProblem) -> MixedResult:
-    return search_mixed(problem, BATCH, partial(make_space, global_batch=BATCH))
+    """The search of a model on some parts, made once: what they cost changes no step."""
+    key = (problem.model.name, *(part.name for part in problem.cluster.parts))
+    if key not in _FOUND:
+        _FOUND[key] = search_mixed(problem, BATCH, partial(make_space, global_batch=BATCH))
+    return _FOUND[key]
 
 
 def best_parts(problem: MixedProblem, objective: str, run: Run | None = None) -> PartsResult:
