@@ -7,14 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import faulty_ranks
 from commands import run
 
 torch = pytest.importorskip("torch")
 
+from autoplan.profiler.crew import Crew  # noqa: E402
 from autoplan.profiler.machine.environment import fingerprint  # noqa: E402
 from autoplan.profiler.store import open_store  # noqa: E402
 from model_specs import SMALL_TOML  # noqa: E402
@@ -100,6 +103,7 @@ def test_a_dry_run_fits_the_width(folder: Path, columns: str) -> None:
 
 def test_what_was_measured_is_not_measured_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoplan.profiler.sweep.MIN_AGAIN_S", 0.0)  # what is spoilt here is not what is asked
+    monkeypatch.setattr("autoplan.api.profiling.Crew", partial(Crew, prepare=faulty_ranks.few_samples))
     url = f"sqlite:///{folder}/times.db"
     arguments = (*QUICK, "--db", url, "--only", "norm,rope,send_recv")
     first = profile(folder, *arguments)

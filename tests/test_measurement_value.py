@@ -193,7 +193,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_profile_for_a_plan_says_what_it_will_settle_and_what_it_has(folder: Path) -> None:
     pytest.importorskip("torch")
-    flags = ("--for", "plan.json", "--db", "t.db", "--ranks", "2", "--allowance", "0.02s", "--budget", "2s")
+    flags = ("--for", "plan.json", "--db", "t.db", "--ranks", "2", "--allowance", "0.02s", "--budget", "1s")
     done = run(folder, "profile", *flags, COLUMNS="120")
     assert done.returncode == 0, done.stderr
     assert "certain that A is faster; expected after" in done.stdout
