@@ -21,14 +21,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import gc
-import hashlib
-import importlib
 import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -37,19 +33,17 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from answer_cases import Case
+from answer_cases import EVERY_FILE, RUNS, Case, make_cases
+from answer_server import Server, as_text
 
 GROUPS = ("predict", "exports", "searches")
 CASES_FILE = "cases.json"
 VOLATILE = ("versions",)  # fields of JSON that may differ
 VERBATIM = re.compile(r"\d+ (predict wrote|export wrote (?!.*\bplan\.json$))")  # files that are compared as they are
-LIMIT_S = 600  # for one command
 MARK = "@@@ "  # begins the head of a section in a record
 NO_NEWLINE = " (no newline at its end)"
 NUM_SHOWN, LINES_SHOWN = 5, 30
@@ -59,161 +53,8 @@ _SCRIPT = re.compile(r'<script type="application/json" class="([^"]*)">(.*?)</sc
 _UNSEEN = re.compile(r"<(script|style)\b.*?</\1>", re.DOTALL)
 _TAG = re.compile(r"<[^>]*>")
 
-# Commands that load what commands load; only the modules are kept of them.
-WARM_UP = (
-    "search qwen2.5-0.5b --cluster h100-sxm:1x8 --global-batch 32 --seq-len 2048 --why",
-    "search qwen2.5-0.5b --cluster h100-sxm:1x8+a100-sxm:1x8 --global-batch 32 --seq-len 2048 --out mixed.json --json",
-    "export plan.json --to megatron-lm --out launch",
-    "read launch/launch.sh --json",
-    "estimate --from launch/launch.sh --cluster h100-sxm:1x8",
-    "explain plan.json",
-    "report plan.json",
-    "compare qwen2.5-0.5b --cluster h100-sxm:1x8 --global-batch 32 --seq-len 2048",
-)
-ENVIRONMENT = {
-    "COLUMNS": "80",
-    "LANG": "C.UTF-8",
-    "NO_COLOR": "1",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TERM": "dumb",
-    "TZ": "UTC",
-}
-
-
-# -- the process that answers -----------------------------------------------------------------------------------------
-
-
-def run_command(arguments: list[str]) -> int:
-    """Run the command line in this process; return its exit status, 70 where it failed with a traceback."""
-    from autoplan.cli import main
-
-    sys.argv = ["autoplan", *arguments]
-    try:
-        main()
-    except SystemExit as left:
-        return left.code if isinstance(left.code, int) else int(left.code is not None)
-    except Exception as error:
-        print(f"traceback: {type(error).__name__}: {error}", file=sys.stderr)
-        return 70
-    return 0
-
-
-def in_child(folder: Path, stdout: Path, stderr: Path, arguments: list[str]) -> int:
-    """Run a command in a child of this process, which so keeps no state of it; return its exit status."""
-    child = os.fork()
-    if child == 0:
-        status = 71
-        try:
-            os.chdir(folder)
-            for number, path in ((1, stdout), (2, stderr)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-            status = run_command(arguments)
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(status)
-    return _wait(child)
-
-
-def _wait(child: int) -> int:
-    deadline_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline_s:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.002)
-    os.kill(child, 9)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def load_modules() -> None:
-    """Import what commands import, so that no child has to; a child of this process finds out what that is."""
-    with tempfile.TemporaryDirectory() as name:
-        listed = Path(name) / "modules"
-        child = os.fork()
-        if child == 0:
-            try:
-                os.chdir(name)
-                for number in (1, 2):
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-                for command in WARM_UP:
-                    run_command(command.split())
-                listed.write_text("\n".join(sys.modules))
-            finally:
-                os._exit(0)
-        _wait(child)
-        modules = listed.read_text().splitlines() if listed.exists() else []
-    for module in modules:
-        if module not in sys.modules:
-            with suppress(Exception):
-                importlib.import_module(module)
-
-
-def serve(checkout: Path) -> None:
-    """Answer the commands that come as lines of JSON, with a line of JSON each."""
-    import autoplan
-
-    if not Path(autoplan.__file__).resolve().is_relative_to(checkout.resolve()):
-        sys.exit(f"{autoplan.__file__} is not of {checkout}")
-    # Keep the pipe to ourselves: what a module prints when it is loaded would break it.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    load_modules()
-    gc.freeze()
-    for line in sys.stdin:
-        task = json.loads(line)
-        status = in_child(Path(task["folder"]), Path(task["stdout"]), Path(task["stderr"]), task["arguments"])
-        print(json.dumps(status), file=answers, flush=True)
-
-
-class Server:
-    """A process of a checkout that answers commands one after another."""
-
-    def __init__(self, checkout: Path, scratch: Path) -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("AUTOPLAN", "XDG"))}
-        home = {"PYTHONPATH": str(checkout), "HOME": str(scratch), "AUTOPLAN_DB": str(scratch / "timings.db")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, "serve", str(checkout)],
-            env={**kept, **ENVIRONMENT, **home},
-            cwd=scratch,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self._scratch = scratch
-
-    def run(self, folder: Path, arguments: list[str]) -> tuple[int, str, str]:
-        """Run a command in a folder; return its exit status, its output and its errors."""
-        stdout, stderr = self._scratch / "stdout", self._scratch / "stderr"
-        task = {"folder": str(folder), "stdout": str(stdout), "stderr": str(stderr), "arguments": arguments}
-        process = self._process
-        assert process.stdin
-        assert process.stdout
-        process.stdin.write(json.dumps(task) + "\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()
-        if not answer:
-            raise SystemExit(f"the process that answers ended: {process.wait()}")
-        return json.loads(answer), as_text(stdout), as_text(stderr)
-
-    def close(self) -> None:
-        """End the process."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        self._process.wait()
-
 
 # -- records ----------------------------------------------------------------------------------------------------------
-
-
-def as_text(path: Path) -> str:
-    """Return the text of a file, or the hash of one that is none."""
-    data = path.read_bytes()
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return f"{len(data)} bytes with SHA-256 {hashlib.sha256(data).hexdigest()}"
 
 
 def files_below(folder: Path) -> dict[str, tuple[str, bool]]:
@@ -246,8 +87,6 @@ def read_sections(record: str) -> dict[str, str]:
 
 def run_case(server: Server, case: Case, runs: Path | None) -> dict[str, str]:
     """Run the commands of a case; return its sections."""
-    from answer_cases import EVERY_FILE, RUNS
-
     sections: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -283,8 +122,6 @@ def run_step(server: Server, folder: Path, number: int, arguments: list[str]) ->
 
 def record(arguments: argparse.Namespace) -> int:
     """Run all cases on a checkout, and write what it answers."""
-    from answer_cases import Case, make_cases
-
     out: Path = arguments.out
     stored = json.loads(arguments.cases.read_text()) if arguments.cases else None
     cases = make_cases() if stored is None else [Case(**case) for case in stored]
@@ -490,9 +327,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     """Do what the command line says."""
-    if sys.argv[1:2] == ["serve"]:
-        serve(Path(sys.argv[2]))
-        return 0
     arguments = make_parser().parse_args()
     return record(arguments) if arguments.command == "record" else compare(arguments)
 
