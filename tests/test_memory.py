@@ -679,6 +679,17 @@ def test_norms_of_queries_and_keys_store_their_inputs() -> None:
     assert kept == pytest.approx(2 * (KEPT + TOKENS * 2 * 16 * (4 + 2)))
 
 
+@pytest.mark.parametrize(("offset", "steps"), [(False, 1), (True, 2)])
+def test_a_gated_activation_that_is_not_fused_stores_its_steps(offset: bool, steps: int) -> None:
+    unfused = BARE.changed(fused_activation=False, glu_offset=offset)
+    (kept,) = activations(problem=problem_of(SMALL, unfused))
+    assert kept == pytest.approx(2 * (KEPT + TOKENS * steps * 2 * 128))
+    plans = {}, {"recompute": "selective", "recompute_modules": ("moe_act",)}
+    (plain,), (recomputed,) = (activations(problem=problem_of(EXPERTS, unfused), dp_shard=4, **plan) for plan in plans)
+    # The input of fc2, the steps, and their product, which probabilities weight.
+    assert plain - recomputed == pytest.approx(2 * TOKENS * 2 * 2 * 32 * (1 + steps + 1))
+
+
 def graphed(framework: Framework = BARE, **plan: Any) -> tuple[CostEstimate, CostEstimate]:
     """Price four expert-parallel ranks with HybridEP, without graphs and with a single one."""
     shared = {"global_batch": 64, "dp_shard": 4, "ep": 4, "dispatcher": "hybridep", **plan}

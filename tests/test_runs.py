@@ -689,6 +689,15 @@ def test_a_row_may_say_which_peak_it_reports(tmp_path: Path) -> None:
     assert "peak_memory 'guessed'" in run.refusal
 
 
+def test_a_row_may_say_that_its_activations_are_not_fused(tmp_path: Path) -> None:
+    row = LLAMA | {"framework": "Megatron-Bridge", "precision": "bf16"}
+    peaks = []
+    for options, year in (("", "2026"), ("activation_fusion=0", "2025"), ("activation_fusion=0", "2026")):
+        (run,) = runs_of(tmp_path, row | {"options": options, "year": year})
+        peaks.append(predict(run).peak_memory_gib or 0.0)
+    assert peaks == sorted(set(peaks))
+
+
 def test_what_its_scripts_train_in_goes_before_what_a_table_calls_it(tmp_path: Path) -> None:
     row = LLAMA | {"framework": "Sailor (Megatron-DeepSpeed based)", "cp": "1", "pp": "2", "vp": "1", "dp": "8"}
     row |= {"precision": "fp16", "sharding": "?"}

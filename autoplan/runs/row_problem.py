@@ -94,8 +94,10 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
 
 
 def _framework(row: Row, recipe: Recipe) -> Framework:
-    """Return the recipe's framework, which shows the peak that the row says it reports."""
+    """Return the recipe's framework, with the activations of the row, which shows the peak that the row reports."""
     framework = recipe.software()
+    if not row.option("activation_fusion", default=framework.kernels.fused_activation):
+        framework = framework.changed(fused_activation=False)
     shown = row.options().get("peak_memory", framework.memory.logs_memory)
     if shown not in ("allocated", "reserved", "device"):
         raise UnpricedError(f"option peak_memory {shown[:40]!r} is not one of allocated, reserved, device")

@@ -27,6 +27,7 @@ from autoplan.spec.problem import Problem
 
 # Recipe options that are represented in a problem or its plan.
 READ_OPTIONS = {
+    "activation_fusion",
     "activation_offload_layers",
     "cluster",
     "cp_kind",

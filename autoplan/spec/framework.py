@@ -70,6 +70,7 @@ class Memory:
     bytes_per_eager_norm: float = 4.0
     regathers_norm_output: bool = True  # under sequence parallelism, for the backward pass; else it is kept gathered
     in_place_activation: bool = False  # a fused SwiGLU writes its inputs' gradients over the inputs
+    glu_offset: bool = False  # a gated activation that is not fused keeps the upper half once more, an offset added
     bytes_per_fused_score: float = 2.0  # kept of an attention score by a kernel that fuses the softmax: its output
     # Kept of it by eager code: the softmax output, the scores and a masked copy.
     bytes_kept_per_unfused_score: float = 6.0

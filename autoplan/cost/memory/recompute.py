@@ -305,10 +305,22 @@ def bytes_per_width(
     stored = np.where(batch.fp8_activation_input & ~np.asarray(is_checkpointed), NARROW_BYTES["fp8"], element)
     copy = _input_bytes(problem, batch)
     if model.gated_mlp:
-        tensors = 2 if is_fused else 2 + tensors
+        tensors = 2 if is_fused else 2 + tensors + problem.framework.memory.glu_offset
     elif not tensors:  # what it keeps is the input of fc2
         tensors, copy = 1, np.where(copy < element, copy, 0.0)
     return tensors * stored + keeps_input * copy
+
+
+def _unfused_expert_bytes(problem: Problem) -> float:
+    """Bytes per width that experts of Megatron store between the output of fc1 and the input of fc2 without fusion.
+
+    The steps of a gated activation, and its output, which is multiplied by the probabilities of the tokens
+    (Megatron-LM d98e8a6 core/transformer/moe/experts.py, bias_act_func).
+    """
+    framework, model = problem.framework, problem.model
+    if framework.kernels.fused_activation or not (framework.megatron_layers and model.gated_mlp):
+        return 0.0
+    return problem.training.element_bytes * (model.activation_tensors + framework.memory.glu_offset + 1)
 
 
 def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
@@ -324,7 +336,8 @@ def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     shared_width = bytes_per_width(problem, batch, keeps_input=shape.keeps_input("shared_fc2"))
     return {
         RecomputeModule.MOE: 12.0 * norm_tokens(problem, batch) * moe.num_experts + inputs + gates,
-        RecomputeModule.MOE_ACT: narrow * per_width * shape.keeps_input("expert_fc2"),
+        RecomputeModule.MOE_ACT: (narrow * shape.keeps_input("expert_fc2") + _unfused_expert_bytes(problem))
+        * per_width,
         RecomputeModule.SHARED_EXPERTS: shared_width
         * rank_tokens(problem, batch)
         * moe.shared_expert_ffn_size
@@ -390,6 +403,7 @@ def _routed_bytes(problem: Problem, batch: PlanBatch, shape: BlockShape) -> tupl
     routed = held_expert_tokens(problem, batch)
     is_checkpointed = batch.repeats(RecomputeModule.MOE_ACT)
     gates = bytes_per_width(problem, batch, keeps_input=False, is_checkpointed=is_checkpointed)
+    gates = np.where(_unfused_expert_bytes(problem) > 0, 2.0 * problem.training.element_bytes, gates)
     inputs = (
         _input_bytes(problem, batch) * shape.keeps_input("expert_fc1") * (moe.latent_size or problem.model.hidden_size)
     )
