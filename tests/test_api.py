@@ -197,3 +197,8 @@ def test_weights_gathered_over_more_ranks_than_any_measured_run_are_told() -> No
     (warning,) = autoplan.search("llama3-8b", **place, framework="torchtitan", fix=plain).warnings
     assert warning.startswith("zero3 gathers weights over 1,024 ranks: no measured run has more than 512")
     assert not autoplan.search("llama3-8b", **place, framework="torchtitan", fix=plain | {"dp_replicate": 2}).warnings
+
+
+def test_a_framework_without_rules_is_answered_with_those_that_have_some() -> None:
+    with pytest.raises(autoplan.UnpricedError, match=r"use megatron-core, nemo, .*, maxtext, torch, or your own TOML"):
+        autoplan.search("llama3-8b", **PLACE, framework="alpa")

@@ -17,7 +17,15 @@ from autoplan.base.units import check_positive
 from autoplan.base.values import parse_batches, parse_memory, parse_size
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks import presets
-from autoplan.frameworks.registry import book_of, facts_of_version, find_target, rules_for, target_called, usual_target
+from autoplan.frameworks.registry import (
+    FRAMEWORKS,
+    book_of,
+    facts_of_version,
+    find_target,
+    rules_for,
+    target_called,
+    usual_target,
+)
 from autoplan.readers.calibration import built_in_calibration, load_calibration
 from autoplan.readers.finetuning import combined, optimizer_named, optimizer_of, preference_of
 from autoplan.readers.lengths import load_images, load_lengths
@@ -269,9 +277,9 @@ def _calibration(framework: Framework, cluster: ClusterSpec, options: ProblemOpt
 def _check_framework(framework: Framework) -> None:
     """Reject a framework whose rules are not implemented yet."""
     if framework.rules == "unknown":
+        known = dict.fromkeys(entry.facts for entry in FRAMEWORKS if entry.facts)
         raise UnpricedError(
-            f"which plans {framework.name} supports is not known yet: "
-            "use megatron-core, nemo, torchtitan, nanotron, deepspeed-zero or pytorch-fsdp, or your own TOML file"
+            f"which plans {framework.name} supports is not known yet: use {', '.join(known)}, or your own TOML file"
         )
 
 
