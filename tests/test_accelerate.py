@@ -262,7 +262,7 @@ def test_a_config_with_deepspeed_is_the_configuration_that_accelerate_makes_of_i
         grad_dtype="bf16",
     )
     assert launch.framework == "deepspeed-zero"
-    assert [item.option for item in launch.unread if item.matters] == []
+    assert [item.option for item in launch.unread if item.matters] == ["zero_optimization.offload_optimizer.pin_memory"]
 
 
 def test_a_command_line_with_deepspeed_is_read_like_its_config() -> None:

@@ -57,11 +57,12 @@ def test_what_an_undecided_condition_changes_is_listed(
     assert difference in item.why
 
 
-def test_a_named_case_of_an_unknown_word_matters(tmp_path: Path) -> None:
-    found = conditions(tmp_path, "case $SIZE in small) TP=1;; *) DATA=b;; esac\n")
-    (item,) = found.values()
-    assert item.matters
-    assert "tp 1" in item.why
+def test_every_named_case_of_an_unknown_word_is_tried(tmp_path: Path) -> None:
+    found = conditions(tmp_path, "case $SIZE in tiny) DATA=c;; small|middle) TP=1;; large) TP=4;; *) DATA=b;; esac\n")
+    assert [item.matters for item in found.values()] == [True, True, False]
+    assert "tp 1" in found["case $SIZE in small|middle)"].why
+    assert "tp 4" in found["case $SIZE in large)"].why
+    assert "the same either way" in found["case $SIZE in tiny)"].why
 
 
 def test_a_batch_of_no_whole_number_of_micro_batches_is_listed(tmp_path: Path) -> None:
@@ -104,6 +105,11 @@ def remarks_on_model(folder: Path, name: str, more: str = "", model: str | None 
     return {item.option: item.why for item in launch.unread if item.matters and "priced" in item.why}
 
 
+def of_encoders(reasons: dict[str, str]) -> list[str]:
+    """Return the options that tell of an encoder which is not priced."""
+    return [option for option, why in reasons.items() if "whose encoder is not in the model" in why]
+
+
 def test_a_checkpoint_with_an_encoder_that_its_preset_leaves_out_is_listed(tmp_path: Path) -> None:
     assert "the encoder of images of this checkpoint" in remarks_on_model(tmp_path, "google/gemma-3-4b-it")["model"]
     assert "model" not in remarks_on_model(tmp_path, "google/gemma-3-1b-it")
@@ -115,6 +121,36 @@ def test_a_model_of_images_priced_as_one_of_text_is_listed(tmp_path: Path) -> No
     found = remarks_on_model(tmp_path, "meta-llama/Llama-3.1-8B", "freeze_vision_tower: false")
     assert "whose encoder is not in the model" in found["freeze_vision_tower"]
     assert "model_name_or_path" not in remarks_on_model(tmp_path, "meta-llama/Llama-3.1-8B", "use_vision: false")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "dataset_name: HuggingFaceM4/the_video_set",
+        "processor: {_target_: transformers.AutoProcessor}",
+        "model_revision: internvl3-8b",
+        "fsdp_transformer_layer_cls_to_wrap: Qwen2VLDecoderLayer",
+    ],
+)
+def test_images_in_options_that_cost_nothing_are_listed(tmp_path: Path, more: str) -> None:
+    assert of_encoders(remarks_on_model(tmp_path, "meta-llama/Llama-3.1-8B", more))
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["output_dir: /data/vision/out", "chat_template: \"{% if item['type'] == 'image' %}\"", "run_name: llava-7b"],
+)
+def test_names_of_runs_and_templates_tell_of_no_images(tmp_path: Path, more: str) -> None:
+    assert not of_encoders(remarks_on_model(tmp_path, "google/gemma-3-1b-it", more))
+    assert not of_encoders(remarks_on_model(tmp_path, "/data/gemma-3-1b-tuned/checkpoint-9", more, model="gemma3-1b"))
+
+
+def test_a_variable_of_an_images_loader_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(f"DATA=a TP=1\nexport MAX_PIXELS=1003520\n{TRAINING}")
+    (item,) = (item for item in read_launch(path, make_context()).unread if item.option == "MAX_PIXELS")
+    assert item.matters
+    assert "whose encoder is not in the model" in item.why
 
 
 def test_a_quantised_checkpoint_is_listed(tmp_path: Path) -> None:

@@ -311,14 +311,18 @@ def test_stage_3_alone_offloads_parameters() -> None:
         ({"zero_optimization.zero_quantized_weights": True}, "zero_optimization.zero_quantized_weights"),
         ({"zero_optimization.reduce_bucket_size": 5e7}, "zero_optimization.reduce_bucket_size"),
         (
-            {"zero_optimization.stage": 3, "zero_optimization.offload_param": {"device": "cpu"}},
+            {"zero_optimization.stage": 3, "zero_optimization.offload_param": {"device": "cpu", "pin_memory": True}},
             "zero_optimization.offload_param.device",
         ),
-        ({"zero_optimization.offload_optimizer": {"device": "nvme"}}, "zero_optimization.offload_optimizer.device"),
         (
-            {"zero_optimization.offload_optimizer": {"device": "cpu", "pin_memory": False}},
+            {"zero_optimization.offload_optimizer": {"device": "nvme", "pin_memory": True}},
+            "zero_optimization.offload_optimizer.device",
+        ),
+        (  # the default until August 2026
+            {"zero_optimization.offload_optimizer": {"device": "cpu"}},
             "zero_optimization.offload_optimizer.pin_memory",
         ),
+        ({"zero_optimization.sub_group_size": 1e7}, "zero_optimization.sub_group_size"),
         ({"optimizer.type": "Lamb"}, "optimizer.type"),
         ({"optimizer.params": {"torch_adam": True}}, "optimizer.params"),
         ({"zero_optimization.stage3_prefetch_bucket_size": 1e9}, "zero_optimization.stage3_prefetch_bucket_size"),

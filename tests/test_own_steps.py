@@ -73,3 +73,23 @@ def test_another_file_of_the_program_is_listed_where_it_decides_about_a_step(tmp
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "kernels.py").write_text("def faster(model):\n    model.gradient_checkpointing_enable()\n")
     assert "not read" in listed(tmp_path)["parts.kernels"]
+
+
+def test_a_program_that_prepares_images_is_listed(tmp_path: Path) -> None:
+    for before in ("from PIL import Image", "tokenizer = transformers.AutoProcessor.from_pretrained('a/b')"):
+        (item,) = unread_of(tmp_path, before=before)
+        assert "whose encoder is not in the model" in item.why
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "kernels.py").write_text("from .pictures import prepare\n")
+    (tmp_path / "parts" / "pictures.py").write_text("def prepare(sample):\n    return sample['pixel_values']\n")
+    assert listed(tmp_path)["pixel_values"].endswith("whose encoder is not in the model that is priced")
+
+
+def test_files_that_other_files_of_a_program_import_are_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "kernels.py").write_text("from . import deep\n# LoraConfig() in a comment\n")
+    (tmp_path / "parts" / "deep.py").write_text(
+        "def made(model):\n    return fully_shard(get_peft_model(model, lora))\n"
+    )
+    (item,) = unread_of(tmp_path)
+    assert (item.option, item.value) == ("parts.deep", "fully_shard(), get_peft_model")

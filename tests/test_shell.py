@@ -187,7 +187,7 @@ def test_what_is_compared_without_being_set_is_listed_and_maps_are_expanded() ->
         'if [ "$1" = big ]; then start a; else start b; fi\ncase $2 in x) start x ;; *) start y ;; esac'
     )
     assert [command.words for command in script.commands] == [("start", "b"), ("start", "y")]
-    assert [line.partition(" (")[0] for line in script.open] == ['"$1" = big', "case $2"]
+    assert [line.partition(" (")[0] for line in script.open] == ['"$1" = big', "case $2 in x)"]
     assert started("declare -A M=([k]=v)\nstart ${M[k]}") == [["v"]]
 
 

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import fields, replace
 
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
+from autoplan.frameworks.common.media import OF_MEDIA, tells_of_media
 from autoplan.frameworks.common.options import NOT_KNOWN, show
-from autoplan.frameworks.common.shell import CASE, FIRST_ROUND, UNDECIDED
+from autoplan.frameworks.common.shell import FIRST_ROUND, UNDECIDED
 from autoplan.readers.model import left_out
 
 MAX_TRIED = 16  # conditions that are tried both ways
 _NO_MATTER = f"{UNDECIDED}, and what is read is the same either way"
-# Words of an option or its value that tell of an encoder before a text model; in paths and names, too.
-_OF_IMAGES = re.compile(
-    r"(?<![a-z])(vision|vlm|vit|vl|llava|multimodal|imagetextto\w*|image_(token|folder|max_pixels)\w*|audio|mm_\w+"
-    r"|dino(v\d\w*)?|(img|image|patch|crop)_size)(?![a-z])",
-    re.IGNORECASE,
-)
-_OF_PLACES = re.compile(
-    r"save|output|dir$|dir_|(?<!model_name_or_)path$|wandb|run_name|dataset|^load$|^source ", re.IGNORECASE
-)  # no models
-_OFF = ("", "false", "0", "none", "null")
+_NO_ENCODER = "of a model of images or sound, whose encoder is not in the model that is priced"
 MAX_SHOWN = 3  # differences in a message
 
 
 def checked(reader: Reader, text: str, context: LaunchContext) -> Launch:
     """Read a launch; conditions that are not decided matter where the launch is another if they hold, or do not."""
-    launch = _with_encoder(_with_left_out(_with_batch(reader.read(text, context)), context))
+    launch = _with_encoder(_with_batch(reader.read(text, context)), context)
     undecided = [
         item for item in launch.unread if item.why == UNDECIDED and not item.matters and FIRST_ROUND not in item.option
     ]
@@ -45,7 +36,7 @@ def _tried(reader: Reader, text: str, context: LaunchContext, launch: Launch, it
         if change := _change(reader, text, replace(context, assumed=(item.option, holds)), launch):
             why = f"{UNDECIDED}; if it {'holds' if holds else 'does not hold'}: {change}"
             return replace(item, why=why, matters=True)
-    return replace(item, why=UNDECIDED if item.option.startswith(CASE) else _NO_MATTER)
+    return replace(item, why=_NO_MATTER)
 
 
 def _with_batch(launch: Launch) -> Launch:
@@ -58,29 +49,27 @@ def _with_batch(launch: Launch) -> Launch:
     return replace(launch, unread=(uneven, *launch.unread))
 
 
-def _with_left_out(launch: Launch, context: LaunchContext) -> Launch:
-    """Return the launch, with a remark on what a checkpoint has and its preset has not."""
-    if context.model is not None or not (part := left_out(launch.model)):
-        return launch
-    why = f"{part} of this checkpoint is not priced: pass --model with its config.json"
-    return replace(launch, unread=(Unread(option="model", value=launch.model.checkpoint, why=why), *launch.unread))
+def _with_encoder(launch: Launch, context: LaunchContext) -> Launch:
+    """Return the launch, with a remark on an encoder of images or sound that the model that is priced has not.
 
-
-def _with_encoder(launch: Launch) -> Launch:
-    """Return the launch, with a remark if the file speaks of images or sound and the model is one of text alone."""
+    Either its preset leaves the encoder out, or the file, or the program that it starts, speaks of one.
+    """
     if launch.model.stands_before_text:
         return launch
-    settings = [*((item.option, item.value) for item in launch.unread), *launch.options]
-    for option, value in settings:
-        is_off = value.casefold() in _OFF and "freeze" not in option
-        if is_off or _OF_PLACES.search(option) or not _OF_IMAGES.search(f"{option} {value}"):
-            continue
-        why = "of a model of images or sound, whose encoder is not in the model that is priced"
-        old = next((item for item in launch.unread if item.option == option), None)
-        reasons = [old.why] if old and old.matters and old.why != NOT_KNOWN else []
-        item = Unread(option=option, value=value, why="; ".join([*reasons, why]))
-        return replace(launch, unread=(item, *(other for other in launch.unread if other is not old)))
-    return launch
+    if context.model is None and (part := left_out(launch.model)):
+        why = f"{part} of this checkpoint is not priced: pass --model with its config.json"
+        return replace(launch, unread=(Unread(option="model", value=launch.model.checkpoint, why=why), *launch.unread))
+    items = (*launch.unread, *launch.silent)
+    settings = [*((item.option, item.value) for item in items), *launch.options]
+    found = [(item.option, item.value) for item in items if item.why == OF_MEDIA]
+    found += [setting for setting in settings if tells_of_media(*setting)]
+    if not found:
+        return launch
+    option, value = found[0]
+    old = next((item for item in launch.unread if item.option == option), None)
+    reasons = [old.why] if old and old.matters and old.why != NOT_KNOWN else []
+    item = Unread(option=option, value=value, why="; ".join([*reasons, _NO_ENCODER]))
+    return replace(launch, unread=(item, *(other for other in launch.unread if other is not old)))
 
 
 def _change(reader: Reader, text: str, context: LaunchContext, launch: Launch) -> str:

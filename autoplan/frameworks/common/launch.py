@@ -32,17 +32,24 @@ class LaunchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """An option that was not understood, with its value and the reason; `matters` if it may affect time or memory."""
+    """An option that was not understood, with its value and the reason; `matters` if it may affect time or memory.
+
+    One that `is_silent` is only looked at by the checks of every format, such as an option that costs nothing.
+    """
 
     option: str
     value: str
     why: str
     matters: bool = True
+    is_silent: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """The run in a launch file.  `options` are the options that plan, model and training were read from, as written."""
+    """The run in a launch file.  `options` are the options that plan, model and training were read from, as written.
+
+    What of `unread` is silent is kept apart.
+    """
 
     target: str  # by its name among the targets of export
     framework: str  # by the name of its preset
@@ -51,6 +58,11 @@ class Launch:
     plan: ParallelPlan
     options: tuple[tuple[str, str], ...] = ()
     unread: tuple[Unread, ...] = ()
+    silent: tuple[Unread, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "silent", (*self.silent, *(item for item in self.unread if item.is_silent)))
+        object.__setattr__(self, "unread", tuple(item for item in self.unread if not item.is_silent))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

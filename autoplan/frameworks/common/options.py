@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ Word = TypeVar("Word")
 
 MOST = 10**12  # of any count in a launch file
 MAX_DIGITS = 40
+MAX_LEAVES = 10_000  # of a table, which anchors of YAML can blow up
 # Names in an expansion; of ${TP[$TASK]} only that of the place, which is what is not known.
 _VARIABLES = re.compile(r"(?:\$\{?|\[)([A-Za-z0-9_]+)(?!\w*\[[A-Za-z_$])", re.ASCII)
 
@@ -80,6 +81,17 @@ class Argument:
     text: str
     name: str
     value: Any
+
+
+def _leaves(argument: Argument) -> Iterator[tuple[str, str]]:
+    """Yield the options of a table, and of those in it, as written."""
+    todo = [(argument.option, argument.value)]
+    while todo and len(todo) < MAX_LEAVES:
+        name, value = todo.pop()
+        if isinstance(value, dict):
+            todo += [(f"{name}.{key}", item) for key, item in reversed(value.items())]
+        elif value is not None:
+            yield name, _text(value)
 
 
 def _text(value: Any) -> str:
@@ -243,7 +255,10 @@ class Options:
         for key, argument in self.arguments.items():
             if key in self._inside:
                 yield from self._inside[key]._unread(harmless)
-            elif self.has(key) and key not in self.understood | self._costless:
+            elif key in self._costless - self.understood:
+                for name, text in _leaves(argument):
+                    yield Unread(option=name, value=text, why=COSTS_NOTHING, matters=False, is_silent=True)
+            elif self.has(key) and key not in self.understood:
                 costs = harmless is None or harmless.fullmatch(key) is None
                 why = NOT_KNOWN if costs else COSTS_NOTHING
                 yield Unread(option=argument.option, value=argument.text, why=why, matters=costs)

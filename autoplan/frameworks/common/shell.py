@@ -33,7 +33,7 @@ _DIRECTIVES = {
     "--ntasks-per-node": _TASKS,
 }
 SUFFIXES = (".sh", ".slurm", ".sbatch", ".bash")  # of scripts
-CASE = "case "  # begins a choice among more than two branches
+CASE = "case "  # begins a named branch of a choice among several, of which none is read
 FIRST_ROUND = " (the first round is read)"  # behind the name of a loop's variable
 _LAST = "start training with different arguments: the last one is read"
 UNDECIDED = "only known in a running shell"  # why a condition is listed
@@ -214,7 +214,10 @@ class _State:
     def _undecided(self, tokens: list[Token], before: str = "", behind: str = "") -> bool | None:
         """Note a condition that only a running shell decides; return what is assumed of it, if anything is."""
         words = " ".join(token.raw for token in tokens if token.raw.strip("\n;"))[:60]
-        condition = f"{before}{words}{behind}"
+        return self._is_assumed(f"{before}{words}{behind}")
+
+    def _is_assumed(self, condition: str) -> bool | None:
+        """Note a condition that is not decided, unless something is assumed of it, which is returned."""
         if self._assumed is not None and self._assumed[0] == condition:
             return self._assumed[1]
         self.open.append(condition)
@@ -244,11 +247,6 @@ class _State:
 
     def _case(self, tokens: list[Token], at: int, runs: bool, depth: int) -> int:
         subject = self._variables.text(tokens[at].raw) if at < len(tokens) else ""
-        takes_first = False
-        if is_open(subject):
-            condition = f"{CASE}{subject[:60]} (read as none of those that are named)"
-            takes_first = self._assumed == (condition, True)
-            self.open += [condition] * (not takes_first)
         at += 1
         has_matched = False
         while at < len(tokens) and tokens[at].raw in ("in", "\n"):
@@ -259,7 +257,10 @@ class _State:
                 if tokens[at].kind == "word":
                     patterns.append(self._variables.text(tokens[at].raw))
                 at += 1
-            holds = not has_matched and (takes_first or any(fnmatchcase(subject, pattern) for pattern in patterns))
+            holds = any(fnmatchcase(subject, pattern) for pattern in patterns)
+            if runs and not holds and not has_matched and is_open(subject):
+                holds = self._is_assumed(f"{CASE}{subject[:30]} in {'|'.join(patterns)[:30]})") is True
+            holds = holds and not has_matched
             has_matched = has_matched or holds
             at = self._block(tokens, at + 1, (";;", "esac"), runs and holds, depth)
             while at < len(tokens) and tokens[at].raw in (";;", "\n"):

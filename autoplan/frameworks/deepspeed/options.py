@@ -99,6 +99,7 @@ ZERO: tuple[Option, ...] = (
     _priced("stage3_module_granularity_threshold", 0),
     _priced("stage3_param_persistence_threshold", 1e5),
     _priced("stage3_use_all_reduce_for_fetch_params", False),
+    Assumed("sub_group_size", (1e9, 1e10, 1e11, 1e12, 1e13, 1e14), "one update of all that a rank holds is priced"),
     _priced("zero_quantized_nontrainable_weights", False),
     *ZERO_PLUS_PLUS,
 )

@@ -59,13 +59,13 @@ _COSTLESS = (  # affect neither time nor memory of a step
 )
 _COSTLESS_ZERO = (
     "elastic_checkpoint",
+    "gather_16bit_weights_on_model_save",
     "ignore_unused_parameters",
     "load_from_fp32_weights",
     "log_trace_cache_warnings",
     "round_robin_gradients",
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save",
-    "sub_group_size",
 )
 COSTLESS_PRECISION = (
     *("immediate_grad_update", "check_grad_overflow", "auto_cast", "loss_scale", "initial_scale_power"),
@@ -275,8 +275,8 @@ def _offload(zero: Options, sharding: Sharding) -> Fields:
     section.pass_over("buffer_count", "fast_init", "pipeline_read", "pipeline_write", "nvme_path")
     weights.pass_over("buffer_count", "buffer_size", "max_in_cpu", "nvme_path")
     for part in (section, weights):
-        if not part.flag("pin_memory", True) and part.is_other("device", "none"):
-            part.remark("pin_memory", "copies are priced to and from pinned memory")
+        if not part.flag("pin_memory") and part.is_other("device", "none"):  # off by default until August 2026
+            part.remark("pin_memory", "copies are priced to and from pinned memory", default="False")
     device = section.word("device", {"none": None, "cpu": "cpu", "nvme": "nvme"}, "none")
     if device == "nvme":
         section.remark("device", "priced as the memory of the host")

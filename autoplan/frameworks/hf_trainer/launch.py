@@ -324,9 +324,9 @@ def stage_table(stage: int, *, offload: bool) -> dict[str, Any]:
     """Return a DeepSpeed configuration of this stage whose batch sizes and precision the Trainer fills in."""
     zero: dict[str, Any] = {"stage": stage}
     if offload:
-        zero["offload_optimizer"] = {"device": "cpu"}
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         if stage == 3:
-            zero["offload_param"] = {"device": "cpu"}
+            zero["offload_param"] = {"device": "cpu", "pin_memory": True}
     return {"bf16": {"enabled": AUTO}, "fp16": {"enabled": AUTO}, "zero_optimization": zero}
 
 

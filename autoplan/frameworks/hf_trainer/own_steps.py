@@ -6,9 +6,12 @@ import ast
 import re
 from collections.abc import Callable, Iterator
 
+from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Unread
-from autoplan.frameworks.common.literals import dotted
+from autoplan.frameworks.common.literals import dotted, parsed
+from autoplan.frameworks.common.media import OF_MEDIA, media_in
 
+_OTHER_FILE = "another file of the program, which is not read"
 _FROZEN = "weights that it freezes are priced as trained"
 _KERNEL = "the kernel of attention is that of the arguments"
 # (last part of the name of what is called, or the whole name; why it matters)
@@ -38,12 +41,15 @@ _METHODS = {
     "get_train_dataloader": "batches of its own are priced as those of the arguments",
     "_get_train_sampler": "batches of its own are priced as those of the arguments",
 }
-# Words of another file of the program that decide about a step.
-_DECIDES = re.compile(
-    r"gradient_checkpointing\w*|LoraConfig|get_peft_model|BitsAndBytesConfig|load_in_[48]bit|attn_implementation"
-    r"|requires_grad_?|torch\.compile|replace_\w*attn\w*|apply_liger_\w+|fully_shard|FullyShardedDataParallel"
+# What of another file of the program decides about a step; the program itself is read for it.
+_READ_IN_THE_PROGRAM = frozenset(
+    (
+        *("gradient_checkpointing", "gradient_checkpointing_enable", "gradient_checkpointing_kwargs", "LoraConfig"),
+        *("get_peft_model", "BitsAndBytesConfig", "load_in_4bit", "load_in_8bit", "attn_implementation"),
+    )
 )
 MAX_WORDS = 4  # of another file
+MAX_FILES = 30  # of a program
 MAX_LINES = 3  # of one kind of statement
 _ADAPTERS = re.compile(r"\bget_peft_model\(|\bLoraConfig\(|\bpeft_config\b")
 
@@ -59,10 +65,10 @@ def own_steps(tree: ast.Module, source: str, beside: Callable[[str], str | None]
         for option, line, why in (*_called(node), *_assigned(node)):
             if not (has_adapters and why == _FROZEN):
                 lines.setdefault((option, why), []).append(line)
+        yield from _of_media(node)
         if isinstance(node, ast.ClassDef):
             yield from _overridden(node)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from _imported(node, beside)
+    yield from _of_other_files(tree, beside)
     for (option, why), found in lines.items():
         numbers = sorted(set(found))
         shown = ", ".join(map(str, numbers[:MAX_LINES])) + ", ..." * (len(numbers) > MAX_LINES)
@@ -105,10 +111,55 @@ def _is_true(values: list[ast.expr]) -> bool:
     return bool(values) and isinstance(values[0], ast.Constant) and values[0].value is True
 
 
-def _imported(node: ast.Import | ast.ImportFrom, beside: Callable[[str], str | None]) -> Iterator[Unread]:
-    """Yield the files of a program itself from which it imports, where words in them decide about a step."""
-    modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-    for module in filter(None, modules):
-        if (text := beside(module)) and (words := dict.fromkeys(match[0] for match in _DECIDES.finditer(text))):
-            why = "another file of the program, which is not read"
-            yield Unread(option=module[-60:], value=", ".join([*words][:MAX_WORDS]), why=why)
+def _of_media(node: ast.AST) -> Iterator[Unread]:
+    """Yield the names of a part that tell of images, video or sound."""
+    for name in media_in(node):
+        yield Unread(
+            option=name, value=f"line {getattr(node, 'lineno', 0)}", why=OF_MEDIA, matters=False, is_silent=True
+        )
+
+
+def _of_other_files(tree: ast.Module, beside: Callable[[str], str | None]) -> Iterator[Unread]:
+    """Yield the other files of a program, imported by it or by one another, in which names decide about a step."""
+    todo, seen = list(_imported(tree, "")), set[str]()
+    while todo and len(seen) < MAX_FILES:
+        module = todo.pop(0)
+        text = None if module in seen else beside(module)
+        seen |= {module} if text else set()
+        if not text:
+            continue
+        try:
+            other = parsed(text, module)
+        except InputError:
+            yield Unread(option=module[-60:], value="", why=_OTHER_FILE)
+            continue
+        words = dict.fromkeys(word for node in ast.walk(other) for word in _deciding(node))
+        if words:
+            yield Unread(option=module[-60:], value=", ".join([*words][:MAX_WORDS]), why=_OTHER_FILE)
+        for node in ast.walk(other):
+            yield from _of_media(node)
+        todo += _imported(other, module)
+
+
+def _deciding(node: ast.AST) -> Iterator[str]:
+    """Yield the names in a part of another file that decide about a step."""
+    yield from (option for option, _, _ in (*_called(node), *_assigned(node)))
+    names: list[str] = []
+    if isinstance(node, ast.Call):
+        names = [dotted(node.func).rpartition(".")[2], *(item.arg or "" for item in node.keywords)]
+    elif isinstance(node, ast.Assign):
+        names = [target.attr for target in node.targets if isinstance(target, ast.Attribute)]
+    yield from (name for name in names if name in _READ_IN_THE_PROGRAM)
+
+
+def _imported(tree: ast.Module, importer: str) -> Iterator[str]:
+    """Yield the dotted names that the modules a file imports may have; those of a package are its __init__."""
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = importer.split(".")[: -node.level] if node.level else []
+            module = ".".join(filter(None, [*parts, node.module]))
+            names = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        yield from (found for name in names if name for found in (name, f"{name}.__init__"))
