@@ -267,6 +267,13 @@ def test_a_device_that_is_not_shipped_is_a_table_with_a_stand_in(tmp_path: Path)
     card = hgx(name="NVIDIA H100 CNX", num_links=0)
     devices = tuple(replace(device, memory_bytes=round(79.1 * GIB)) for device in card.devices)
     assert "figures of h100-pcie are used" in describe(replace(card, devices=devices)).warnings[0]
+    # Nothing says how much memory it has.
+    for name, alike in (
+        ("H100 CNX", "h100-pcie"),
+        ("GH100 [H100 PCIe]", "h100-pcie"),
+        ("GH100 [H100 NVL]", "h100-nvl"),
+    ):
+        assert f"figures of {alike} are used" in describe(hgx(name=name, num_links=0)).warnings[0]
 
 
 @pytest.mark.parametrize(

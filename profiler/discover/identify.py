@@ -92,16 +92,18 @@ def _stand_in(node: ObservedNode, observed: ObservedDevice, alike: list[DeviceSp
 
     words = re.findall(r"\w+", observed.name.lower())
 
-    def unlike(device: DeviceSpec) -> tuple[bool, bool, bool, float, bool, str]:
+    def unlike(device: DeviceSpec) -> tuple[bool, bool, bool, float, bool, bool, float]:
+        chip, *form = device.name.split("-")
         is_coupled = device.host_link_bytes_per_s > _FASTEST_PCIE  # to its own CPU, as in a GH200
         return (
             (device.name in joined) != has_fabric,
             # A different chip, such as an H20 instead of an H100 with the same memory.
-            device.name.split("-")[0] not in words,
+            chip not in words,
             is_coupled != ((observed.host_bytes_per_s or 0) > _FASTEST_PCIE),
             abs(memory - device.visible_memory_bytes) if memory else 0.0,
+            not {*form} <= {*words},  # such as pcie
             device.name not in preset_clusters(),  # a variant
-            device.name,
+            device.visible_memory_bytes,  # what is not known to fit, is not taken to
         )
 
     nearest = min(alike, key=unlike)

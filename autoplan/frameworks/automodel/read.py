@@ -29,7 +29,7 @@ from autoplan.frameworks.common.options import Options, parse_yaml, show
 from autoplan.frameworks.fsdp2.options import STAY_GATHERED, is_fetched
 from autoplan.frameworks.torchtitan.options import counted_layers
 from autoplan.readers.model import find_preset
-from autoplan.spec.enums import MainWeights, Offload, Precision, Sharding
+from autoplan.spec.enums import Dispatcher, MainWeights, Offload, Precision, Sharding
 from autoplan.spec.finetuning import ALL_LINEAR, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
@@ -216,6 +216,8 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
     pipeline = _pipeline(options, table, model, degrees["pp"], local=micro, rounds=rounds)
     backend = options.inside("model").inside("backend")
     dispatcher = backend.word("dispatcher", DISPATCHERS, "deepep")
+    if degrees["ep"] > 1 and dispatcher == Dispatcher.ALL_TO_ALL:  # components/moe/experts.py:500
+        backend.remark("dispatcher", "gathers all tokens and sums them in fp32; priced as all-to-all")
     policy = table.inside("mp_policy")
     policy.pass_over("_target_", "param_dtype", "output_dtype", "cast_forward_inputs")
     weights = MAIN_WEIGHTS.read(options.inside("model"))

@@ -74,5 +74,5 @@ def _table() -> dict[str, frozenset[str]]:
 def _types() -> re.Pattern[str]:
     """Return a pattern for the types of models in names such as Qwen2.5-VL-7B, whatever stands between their parts."""
     types = sorted(_table()["types"], key=len, reverse=True)
-    parts = (re.findall(r"[a-z]+|\d+", name) for name in types)
+    parts = (re.findall(r"[a-z]+|\d", name) for name in types)
     return re.compile(r"(?<![a-z])(" + "|".join("[-_. ]?".join(part) for part in parts) + r")(?![a-z])", re.IGNORECASE)
