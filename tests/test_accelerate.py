@@ -387,6 +387,12 @@ def test_accelerate_refuses_what_is_wrong(name: str, answered: dict[str, Any]) -
     assert "error" in answered[f"bad {name}"]
 
 
+def test_a_program_may_recompute_though_fsdp_does_not() -> None:
+    given_ = LaunchContext(model=LLAMA_8B, seq_len=4096, variables=BATCH[:2])
+    text = FSDP_CONFIG.replace("true}", "true, fsdp_activation_checkpointing: false}")
+    assert "gradient_checkpointing" in [item.option for item in read(text, given_).unread]
+
+
 def test_a_config_of_copies_asks_whether_the_program_recomputes() -> None:
     given_ = replace(given_of(PLANS["copies"]), variables=BATCH[:2])
     (asked,) = read(text_of(PLANS["copies"]), given_).unread

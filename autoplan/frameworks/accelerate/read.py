@@ -33,6 +33,7 @@ from autoplan.frameworks.accelerate.options import (
     WRAPPING,
 )
 from autoplan.frameworks.common.beside import read_beside
+from autoplan.frameworks.common.header import is_exported
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options, parse_json, parse_yaml, show, typed
@@ -100,7 +101,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     launch = (
         _with_deepspeed(options, program, training, context)
         if kind == "DEEPSPEED"
-        else _with_torch(options, program, training, context, kind, is_table=started is None)
+        else _with_torch(options, program, training, context, kind, is_table=started is None, is_own=is_exported(text))
     )
     if beside_file is not None:
         launch = replace(launch, options=(*launch.options, *beside_file.options()))
@@ -115,7 +116,9 @@ def _with_torch(
     kind: str,
     *,
     is_table: bool,
+    is_own: bool,
 ) -> Launch:
+    """Return the launch of FSDP or copies; a program may recompute though FSDP does not, unless an export says so."""
     assert context.model is not None
     assert context.num_devices is not None
     if kind != "FSDP":
@@ -126,7 +129,7 @@ def _with_torch(
     if _CHECKPOINTING in program:
         if program[_CHECKPOINTING].casefold() in ("true", "", "1"):  # of the Trainer
             states = states | {"recompute": Recompute.FULL}
-    elif is_table and not options.inside("fsdp_config").has(RECOMPUTE.key):
+    elif is_table and not (options.inside("fsdp_config").has(RECOMPUTE.key) if is_own else _recomputes(states)):
         why = f"the program may turn it on: pass --set {_CHECKPOINTING}=true if it recomputes"
         options.remarks.append(Unread(option=_CHECKPOINTING.lower(), value="", why=why))
     micro, steps = (_batch_count(program, name) for name in _BATCH)
@@ -149,6 +152,10 @@ def _with_torch(
         options=options.options(),
         unread=options.unread(),
     )
+
+
+def _recomputes(states: Fields) -> bool:
+    return states.get("recompute") == Recompute.FULL
 
 
 def _ask_for_missing(options: Options, program: dict[str, str], context: LaunchContext, kind: str) -> None:

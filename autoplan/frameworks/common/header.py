@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.spec.enums import AttentionKernel
 from autoplan.spec.lengths import Batching
@@ -22,6 +24,11 @@ BATCHING_TEXTS: dict[Batching, str] = {
 def comment(text: str) -> str:
     """`text` as one line that cannot leave its comment: anything that is not printable becomes a question mark."""
     return "# " + "".join(character if character.isprintable() else "?" for character in text)
+
+
+def is_exported(text: str) -> bool:
+    """Return whether a file has the header of an export, whose program does what its options say."""
+    return re.search(r"^# Predicted: .* per step \(90 % interval", text, re.MULTILINE) is not None
 
 
 def header(plan_file: PlanFile, framework: str) -> list[str]:

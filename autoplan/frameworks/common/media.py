@@ -32,6 +32,8 @@ def tells_of_media(option: str, value: str) -> bool:
         return False
     table = _table()
     name = option.rpartition(".")[2].lstrip("-").replace("-", "_")
+    if name in table["limits"]:
+        return False
     if _words(option) & table["option_words"] or name in table["options"]:
         return True
     shown = "/".join(value.strip("/").split("/")[-2:]) if value.startswith(("/", "~", ".", "$")) else value

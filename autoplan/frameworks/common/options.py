@@ -53,6 +53,12 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def whole_names(*names: str) -> re.Pattern[str]:
+    """Return a pattern for whole names of options, several in a text; `*` stands for any further words of a family."""
+    words = " ".join(names).split()
+    return re.compile("|".join(re.escape(word).replace(r"\*", r"[\w.]*") for word in words))
+
+
 def typed(value: Any) -> Any:
     """Return words that are numbers as numbers, unless they have more digits than any option takes."""
     if isinstance(value, list):

@@ -5,11 +5,10 @@ Places are below megatron/: neox_arguments/neox_args.py and deepspeed_args.py.  
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
 from autoplan.frameworks.common.option_table import Assumed, Row, count, number, optional_count, switch, word
-from autoplan.frameworks.common.options import Options
+from autoplan.frameworks.common.options import Options, whole_names
 from autoplan.spec.enums import Recompute
 
 TP = count("model_parallel_size", "tp", 0)  # 0, like 1, is none
@@ -85,6 +84,7 @@ ASSUMED: tuple[Assumed, ...] = (
     _unpriced("log_grad_norm", "not priced"),
     _unpriced("log_optimizer_states", "not priced"),
     _unpriced("log_gradient_noise_scale", "not priced"),
+    _unpriced("comms_logger", "waits for the device at every collective; not priced", {"enabled": False}),
     _unpriced("wall_clock_breakdown", "waits for the device in every phase; not priced", False, True),
     *(
         Assumed(key)  # of small effect, or already priced
@@ -100,22 +100,34 @@ ASSUMED: tuple[Assumed, ...] = (
     ),
 )
 
-# Keys that affect neither time nor memory of a step.
-HARMLESS = re.compile(
-    r"(min_|max_)?lr(_\w+)?|warmup|weight_decay(_\w+)?|override_lr_scheduler|use_checkpoint_lr_scheduler|gradient_clipping"
-    r"|(output_layer_)?init_method(_std)?|mup_\w+|use_mup|coord_check|save(_\w+)?|load|finetune|no_(save|load)_\w+"
-    r"|checkpoint_(factor|scale|validation_with_forward_pass)|extra_save_iters|keep_last_n_checkpoints|s3_\w+|config_files"
-    r"|data_(path|impl)|dataset_impl|train_(iters|epochs)|(train|test|valid)_(data|label|reward)_\w+"
-    r"|(pos|neg)_(train|test|valid)_\w+|weight_by_num_documents|weighted_sampler_alpha|split|mmap_warmup|num_workers"
-    r"|use_shared_fs|allow_chopped|eod_mask_loss|short_seq_prob|(eval|exit)_\w+|do_(valid|test)|iteration|vocab_file"
-    r"|merge_file|tokenizer_type|log_(dir|interval)|steps_per_print|tensorboard(_\w+)?|(use_)?(wandb|comet)(_\w+)?|csv_monitor"
-    r"|git_hash|dump_state|flops_profiler|comms_logger|peak_theoretical_tflops|memory_profiling(_path)?|profile(_step_\w+)?"
-    r"|seed|scheduler|distributed_backend|hostfile|master_(addr|port)|launcher|deepspeed_(mpi|slurm)|global_num_gpus"
-    r"|force_multi|no_ssh_check|comment|account|detect_nvlink_pairs|(local_)?rank|user_script|adlr_\w+|char_level_ppl"
-    r"|text_gen_type|temperature|top_[pk]|maximum_tokens|prompt_end|sample_(in|out)put_file|num_samples|recompute"
-    r"|return_logits|serve_model_weights|weight_server_port|online_dataserver_\w+|loss_scale(_window)?|min_scale|hysteresis"
-    r"|dynamic_loss_scale|initial_scale_power|(rms_norm|layernorm|scalenorm)_epsilon|checkpoint|monitor|gmlp_attn_dim"
-    r"|te_fp8_(format|wgrad|amax_\w+|margin)|zero_allow_untested_optimizer"
+# Keys that affect neither time nor memory of a step: whole names, or families of them.
+HARMLESS = whole_names(
+    # learning rate, update and loss
+    "lr lr_* min_lr min_lr_* max_lr max_lr_* warmup weight_decay weight_decay_* override_lr_scheduler scheduler",
+    "use_checkpoint_lr_scheduler gradient_clipping loss_scale loss_scale_window min_scale hysteresis",
+    "dynamic_loss_scale initial_scale_power use_mup mup_* coord_check zero_allow_untested_optimizer",
+    # checkpoints
+    "save save_* load finetune no_save_* no_load_* checkpoint checkpoint_factor checkpoint_scale",
+    "checkpoint_validation_with_forward_pass extra_save_iters keep_last_n_checkpoints s3_* config_files iteration",
+    # logs
+    "log_dir log_interval steps_per_print tensorboard tensorboard_* wandb wandb_* use_wandb use_wandb_* comet comet_*",
+    "use_comet use_comet_* csv_monitor monitor git_hash dump_state flops_profiler peak_theoretical_tflops comment",
+    "memory_profiling memory_profiling_path profile profile_step_start profile_step_stop char_level_ppl",
+    # data and tokens
+    "data_path data_impl dataset_impl train_iters train_epochs train_data_* valid_data_* test_data_* train_label_*",
+    "valid_label_* test_label_* train_reward_* valid_reward_* test_reward_* pos_train_* pos_valid_* pos_test_*",
+    "neg_train_* neg_valid_* neg_test_* weight_by_num_documents weighted_sampler_alpha split mmap_warmup num_workers",
+    "use_shared_fs allow_chopped eod_mask_loss short_seq_prob vocab_file merge_file tokenizer_type",
+    "online_dataserver_*",
+    # evaluation and text
+    "eval_* exit_* do_valid do_test text_gen_type temperature top_k top_p maximum_tokens prompt_end sample_input_file",
+    "sample_output_file num_samples recompute return_logits serve_model_weights weight_server_port",
+    # numbers: seeds, starts, scales
+    "seed init_method init_method_std output_layer_init_method output_layer_init_method_std rms_norm_epsilon",
+    "layernorm_epsilon scalenorm_epsilon te_fp8_format te_fp8_wgrad te_fp8_amax_* te_fp8_margin gmlp_attn_dim",
+    # the process
+    "distributed_backend hostfile master_addr master_port launcher deepspeed_mpi deepspeed_slurm global_num_gpus",
+    "force_multi no_ssh_check account detect_nvlink_pairs rank local_rank user_script adlr_*",
 )
 
 

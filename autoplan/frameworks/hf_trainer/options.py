@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from autoplan.frameworks.common.option_table import Assumed, Option, Value, count, switch
-from autoplan.frameworks.common.options import Options, parse_json
+from autoplan.frameworks.common.options import Options, parse_json, whole_names
 from autoplan.readers.finetuning import OPTIM, OTHER_OPTIM
 from autoplan.spec.enums import AttentionKernel, ChunkedLoss, Offload, Precision, Recompute
 from autoplan.spec.lengths import Batching
@@ -94,20 +93,37 @@ LIGERS_LOSS_ALONE: dict[str, Value] = {
     **dict.fromkeys(("rope", "rms_norm", "layer_norm", "swiglu", "geglu", "cross_entropy"), False),
     _LOSS: True,
 }
-# Arguments that affect neither time nor memory of a step.
-HARMLESS = re.compile(
-    r"(output_dir|overwrite_output_dir|do_(train|eval|predict)|num_train_epochs|max_steps|learning_rate|lr_\w+|lr"
-    r"|warmup_\w+|optim_args|weight_decay|adam_\w+|max_grad_norm|label_smoothing_factor|tf32|seed|data_seed"
-    r"|logging_\w+|log_\w+|log|report_to|run_name|project|trackio_\w+|wandb\w*|swanlab\w*|comet_\w+|mlflow_\w+|eval\w*"
-    r"|evaluation_strategy|save\w*|push_to_hub|hub_\w+|load_best_model_at_end|metric_for_best_model|greater_is_better"
-    r"|resume_from_checkpoint|dataloader_\w+|remove_unused_columns|ddp_(timeout|backend|broadcast_buffers)|local_rank"
-    r"|skip_memory_metrics|disable_tqdm|(shuffle_)?dataset\w*|train_file|validation_file|prediction_loss_only"
-    r"|data_(paths?|dir|files?|root|seed|name|config|mix\w*|num_\w+|ratio\w*|split\w*|cache\w*|version)"
-    r"|preprocessing_num_workers|max_(train|eval|predict)?_?samples|cache_dir|trust_remote_code|model_revision"
-    r"|use_fast_tokenizer|tokenizer\w*|template|chat_template\w*|system\w*|plot_loss|include_\w+"
-    r"|per_device_eval_batch_size|(bf|fp)16_full_eval|neftune_noise_alpha|gradient_checkpointing_kwargs|ignore_data_skip|length_column_name"
-    r"|average_tokens_across_devices|debug|truncation_mode|router_aux_loss_coef|overwrite_cache|adapter_name_or_path|token"
-    r"|fsdp_transformer_layer_cls_to_wrap|packing_strategy|pad_token|eos_token|special_tokens|tokens|completion_only_loss|assistant_only_loss)$"
+# Arguments that affect neither time nor memory of a step: whole names, or families of them.
+HARMLESS = whole_names(
+    # learning rate, update and loss
+    "learning_rate lr lr_* warmup_* weight_decay adam_beta1 adam_beta2 adam_epsilon adam_eps max_grad_norm optim_args",
+    "label_smoothing_factor neftune_noise_alpha router_aux_loss_coef num_train_epochs max_steps do_train tf32",
+    "average_tokens_across_devices completion_only_loss assistant_only_loss gradient_checkpointing_kwargs",
+    # results and logs
+    "output_dir overwrite_output_dir save save_* saves_per_epoch push_to_hub hub_* load_best_model_at_end plot_loss",
+    "metric_for_best_model greater_is_better resume_from_checkpoint adapter_name_or_path logging_* log log_level",
+    "log_level_replica log_on_each_node log_dir log_completions log_config log_history report_to run_name project",
+    "trackio_* wandb* swanlab* comet_* mlflow_* skip_memory_metrics disable_tqdm debug include_for_metrics",
+    "include_num_input_tokens_seen include_tokens_per_second include_effective_tokens_per_second",
+    "include_inputs_for_metrics",
+    # evaluation
+    "do_eval do_predict eval eval_* evals_per_epoch evaluation evaluation_strategy per_device_eval_batch_size",
+    "bf16_full_eval fp16_full_eval prediction_loss_only",
+    # data and tokens
+    "data_path data_paths data_dir data_file data_files data_root data_seed data_name data_config data_mix*",
+    "data_num_* data_ratio* data_split* data_cache* data_version seed dataloader_* remove_unused_columns train_file",
+    "validation_file dataset dataset_name dataset_names dataset_id dataset_path dataset_dir dataset_root dataset_list",
+    "dataset_config dataset_configs dataset_config_name dataset_mixer dataset_mixture dataset_module dataset_split",
+    "dataset_splits dataset_train_split dataset_test_split dataset_version dataset_meta* dataset_num_proc",
+    "dataset_sample* dataset_shuffle dataset_type dataset_use dataset_attr dataset_validation dataset_text_field",
+    "dataset_kwargs dataset_prompt_column dataset_prepared_path dataset_exact_deduplication dataset_revision",
+    "dataset_weights dataset_ratio* dataset_prob* dataset_start_index dataset_end_index shuffle_dataset datasets",
+    "preprocessing_num_workers max_samples max_train_samples max_eval_samples max_predict_samples cache_dir",
+    "overwrite_cache trust_remote_code model_revision use_fast_tokenizer tokenizer* token tokens special_tokens",
+    "pad_token eos_token template chat_template* system system_* ignore_data_skip length_column_name truncation_mode",
+    "packing_strategy",
+    # the process
+    "ddp_timeout ddp_backend ddp_broadcast_buffers local_rank fsdp_transformer_layer_cls_to_wrap",
 )
 
 

@@ -7,8 +7,6 @@ row says otherwise.  Anything else than one field of a plan or model is a `Speci
 
 from __future__ import annotations
 
-import re
-
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.option_table import (
     Assumed,
@@ -20,7 +18,7 @@ from autoplan.frameworks.common.option_table import (
     optional_count,
     switch,
 )
-from autoplan.frameworks.common.options import show
+from autoplan.frameworks.common.options import show, whole_names
 from autoplan.frameworks.megatron_lm.context_options import CONTEXT
 from autoplan.frameworks.megatron_lm.model_options import ARCHITECTURE, DROPOUT
 from autoplan.frameworks.megatron_lm.notation import graph_scopes, graphs_of
@@ -387,28 +385,51 @@ UNWRITTEN: Line = (
 )
 # fmt: on
 
-# Options that affect neither time nor memory of a step, or so little that the user may choose them freely.
-# Whole names, or families of them: an option of a fork that only begins alike is listed.
-HARMLESS = re.compile(
-    r"(min_|decoupled_|decoupled_min_|head_)?lr(_\w+)?|(adam|sgd)_\w+|((start|end)_)?weight_decay(_incr_style)?|clip_grad"
-    r"|override_(opt_|opt_param_|lr_)scheduler|use_checkpoint_(lr|opt_param|opt)_scheduler|save(_\w+)?|load(_(tag|main_params_from_ckpt))?"
-    r"|load_(model_opt_format|debug_rollout_data\w*)|no_(save|load)_\w+|(dist_)?ckpt_\w+|auto_detect_ckpt_format|async_save"
-    r"|async_ckpt_\w+|use_persistent_ckpt_worker|finetune|pretrained_checkpoint|exit_on_missing_checkpoint"
-    r"|(log|logging|tensorboard|wandb|mlflow|one_logger|timing_log)_\w+|enable_one_logger|(\w+_)?seed|mock_data"
-    r"|finetune_data_\w+|data_parallel_random_init|data_(path|dir|impl|cache_path|source_path|args_path|file_list\w*|per_class_fraction)|train_(iters|samples)"
-    r"|(train|valid|test)_(data|data_path|data_exact_num_epochs|num_workers)|(train|valid|test)_weighted_split_paths(_path)?"
-    r"|per_split_data_args_path|num_dataset_builder_threads|dataloader_(type|seed|save|fast_cache_load|defer_npy_index_mmap)"
-    r"|num_workers|split|(no_)?mmap_bin\w*|eod_mask_loss|reset_(position_ids|attention_mask)|create_attention_mask\w*"
-    r"|(tokenizer|tiktoken)_\w+|trust_remote_code|vocab_file|merge_file|(\w+_)?init_method(_\w+)?|perform_initialization"
-    r"|eval_(?!only|fp32)\w+|exit_\w+|distributed_(timeout\w*|backend)|(initial_|min_)?loss_scale(_window)?|min_loss_scale"
-    r"|hysteresis|rerun_\w+|error_injection_\w+|check_for_\w+|(norm|layernorm)_epsilon|(deprecated_)?use_mcore_models"
-    r"|transformer_impl|manual_gc(_\w+)?|profile(_(ranks|step_start|step_end|steps|log_ranks|target))?|use_pytorch_profiler"
-    r"|rotary_(percent|interleaved|scaling_factor)|rope_(type|scaling_factor|scaling)|mscale(_all_dim)?|use_(rope_scaling|rotary\w*)"
-    r"|yarn_\w+|moe_(aux_loss|z_loss)_\w+|moe_router_(load_balancing_type|score_function|topk_scaling_factor|dtype|num_groups"
-    r"|group_topk|pre_softmax|enable_expert_bias|bias_update_rate|force_load_balancing|force_biased)|moe_per_layer_logging"
-    r"|mtp_loss_\w+|attention_softmax_in_fp32|enable_experimental|accumulate_allreduce\w*|(no_)?add_position_embedding"
-    r"|add_class_\w+|fp8_(amax\w*|margin|interval)|(use_)?te_rng_tracker|glu_linear\w*|enable_gpt_oss|auto_continue_train"
-    r"|calculate_per_token_loss|(no_)?barrier_with_level_1_timing|comment|no_persist_layer_norm|stderr_sink_level|disable_(tensorboard|wandb|mlflow|last_saving)\w*|env_vars|dump_\w+"
+# Options that affect neither time nor memory of a step, or so little that the user may choose them freely: whole names,
+# or families of them.  An option of a fork that only begins alike is listed.
+HARMLESS = whole_names(
+    # learning rate, update and loss
+    "lr lr_* min_lr min_lr_* decoupled_lr decoupled_min_lr head_lr head_lr_* adam_beta1 adam_beta2 adam_eps",
+    "sgd_momentum weight_decay weight_decay_incr_style start_weight_decay end_weight_decay clip_grad",
+    "override_opt_scheduler override_lr_scheduler override_opt_param_scheduler use_checkpoint_lr_scheduler",
+    "use_checkpoint_opt_param_scheduler use_checkpoint_opt_scheduler loss_scale loss_scale_window initial_loss_scale",
+    "min_loss_scale hysteresis moe_aux_loss_* moe_z_loss_* mtp_loss_* calculate_per_token_loss accumulate_allreduce*",
+    # checkpoints
+    "save save_interval save_* load load_tag load_main_params_from_ckpt load_model_opt_format",
+    "load_debug_rollout_data* no_save_* no_load_* ckpt_* dist_ckpt_* auto_detect_ckpt_format async_save async_ckpt_*",
+    "use_persistent_ckpt_worker finetune pretrained_checkpoint exit_on_missing_checkpoint auto_continue_train",
+    "disable_last_saving*",
+    # logs and profiles
+    "log_* logging_* tensorboard_* wandb_* mlflow_* one_logger_* timing_log_* enable_one_logger disable_tensorboard*",
+    "disable_wandb* disable_mlflow* stderr_sink_level dump_* comment env_vars moe_per_layer_logging",
+    "use_pytorch_profiler profile profile_ranks profile_step_start profile_step_end profile_steps profile_log_ranks",
+    "profile_target",
+    # data and tokens
+    "data_path data_dir data_impl data_cache_path data_source_path data_args_path data_file_list*",
+    "data_per_class_fraction finetune_data_* mock_data train_iters train_samples train_data train_data_path",
+    "train_data_exact_num_epochs train_num_workers valid_data valid_data_path valid_num_workers test_data",
+    "test_data_path test_num_workers train_weighted_split_paths* valid_weighted_split_paths*",
+    "test_weighted_split_paths* per_split_data_args_path num_dataset_builder_threads dataloader_type dataloader_seed",
+    "dataloader_save dataloader_fast_cache_load dataloader_defer_npy_index_mmap num_workers split mmap_bin*",
+    "no_mmap_bin* eod_mask_loss reset_position_ids reset_attention_mask create_attention_mask* tokenizer_* tiktoken_*",
+    "trust_remote_code vocab_file merge_file",
+    # evaluation, ends and faults
+    "eval_interval eval_iters eval_steps eval_config eval_ppl eval_global_batch_size eval_micro_batch_size",
+    "eval_prompt_data eval_function_path eval_*_key eval_max_* eval_min_* eval_temperature eval_top_k eval_top_p",
+    "exit_* rerun_* error_injection_* check_for_*",
+    # numbers: seeds, starts, scales of what is priced anyway
+    "seed *_seed init_method init_method_* *_init_method *_init_method_* perform_initialization",
+    "data_parallel_random_init te_rng_tracker use_te_rng_tracker norm_epsilon layernorm_epsilon no_persist_layer_norm",
+    "attention_softmax_in_fp32 rotary_percent rotary_interleaved rotary_scaling_factor rope_type rope_scaling_factor",
+    "rope_scaling use_rope_scaling use_rotary* yarn_* mscale mscale_all_dim add_position_embedding",
+    "no_add_position_embedding add_class_* glu_linear* moe_router_load_balancing_type moe_router_score_function",
+    "moe_router_topk_scaling_factor moe_router_dtype moe_router_num_groups moe_router_group_topk",
+    "moe_router_pre_softmax moe_router_enable_expert_bias moe_router_bias_update_rate moe_router_force_load_balancing",
+    "moe_router_force_biased fp8_amax* fp8_margin fp8_interval",
+    # the process
+    "distributed_timeout* distributed_backend manual_gc manual_gc_* transformer_impl enable_experimental",
+    "enable_gpt_oss use_mcore_models deprecated_use_mcore_models barrier_with_level_1_timing",
+    "no_barrier_with_level_1_timing",
 )
 
 # -- all of them ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from dataclasses import replace
 from autoplan.base.errors import InputError
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.option_table import Assumed, remark_assumed
-from autoplan.frameworks.common.options import Argument, Options, Unknown, parse_yaml
+from autoplan.frameworks.common.options import Argument, Options, Unknown, parse_yaml, whole_names
 from autoplan.frameworks.common.shell import script_of
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.hf_trainer.launch import model_of
@@ -42,19 +42,57 @@ _SFT, _PPO = "verl.trainer.sft_trainer", "verl.trainer.main_ppo"
 _CONFIGS = ("", "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")  # trainer/config
 _WORD = re.compile(r"(\+{0,2})([\w.@/]+)=(.*)", re.DOTALL)
 _FIELDS = {path.partition(".")[2]: name for name, path in BRIDGE_FIELDS.items() if path.startswith("model.")}
-_HARMLESS = re.compile(
-    r"(trainer|profiler|global_profiler|model_engine|checkpoint|algorithm|reward\w*|critic|ray_kwargs)\b|data\.(?!train_batch|max_|micro)|engine$|optim$|model$"
-    r"|optim\.(lr|min_lr|weight_decay|betas|clip_grad|lr_\w+)|model\.(path|trust_remote_code|lora\.alpha|use_remove_padding"
-    r"|override_config\.model_config\.max_position_embeddings)"
-    r"|engine\.(use_mbridge|vanilla_mbridge|seed|use_dist_checkpointing|dist_checkpointing_\w+)"
-    r"|actor_rollout_ref\.(rollout|ref|hybrid_engine|nccl_timeout)|actor_rollout_ref\.actor\.(_target_|strategy|ppo_epochs"
-    r"|clip_ratio|policy_loss|loss_agg_mode|loss_scale_factor|kl_loss_|use_kl_loss|shuffle|data_loader_seed|checkpoint"
-    r"|optim|profiler|rollout_n|tis_|grad_clip|load_weight|use_torch_compile|fsdp|calculate_entropy|ppo_max_token_len)"
+# Settings that affect neither time nor memory of an update: whole names, or families of them.
+_HARMLESS = whole_names(
+    # other parts than the actor's update
+    "trainer.* profiler.* global_profiler.* checkpoint.* algorithm.* reward.* reward_*.* critic.* ray_kwargs.*",
+    "model_engine engine optim model actor_rollout_ref.rollout.* actor_rollout_ref.ref.*",
+    "actor_rollout_ref.hybrid_engine actor_rollout_ref.nccl_timeout",
+    # data
+    "data.train_file data.train_files data.train_max_samples data.val_* data.validation_shuffle data.shuffle",
+    "data.seed data.path data.output_path data.prompt* data.response* data.messages_key data.multiturn.*",
+    "data.tools_key data.enable_thinking* data.image_* data.video_* data.return_* data.reward_fn_key data.tokenizer",
+    "data.custom_cls.* data.filter_* data.truncation data.trust_remote_code data.apply_chat_template_kwargs*",
+    "data.sampler.* data.num_workers data.dataloader_num_workers data.gen_batch_size data.n_samples data.batch_size",
+    "data.ignore_input_ids_mismatch data.datagen.* data.continuous_token.*",
+    # model and update
+    "model.path model.trust_remote_code model.lora.alpha model.override_config.model_config.max_position_embeddings",
+    "model.override_config.max_position_embeddings optim.lr optim.lr_* optim.min_lr optim.min_lr_* optim.weight_decay",
+    "optim.weight_decay_* optim.betas optim.clip_grad engine.use_mbridge engine.vanilla_mbridge engine.seed",
+    "engine.use_dist_checkpointing engine.dist_checkpointing_*",
+    *(
+        f"actor_rollout_ref.actor.{name}"
+        for name in (
+            *(
+                "_target_",
+                "strategy",
+                "ppo_epochs",
+                "clip_ratio*",
+                "policy_loss*",
+                "loss_agg_mode",
+                "loss_scale_factor",
+            ),
+            *(
+                "kl_loss_*",
+                "use_kl_loss",
+                "shuffle",
+                "data_loader_seed",
+                "checkpoint.*",
+                "optim",
+                "profiler.*",
+                "grad_clip",
+            ),
+            *("rollout_n", "tis_*", "load_weight", "use_torch_compile", "fsdp_config.*", "ppo_max_token_len*"),
+        )
+    ),
 )
 _ACTOR = "actor_rollout_ref.actor."
 _FUSED_LOSS = "the loss is priced with whole logits"
 _ASSUMED = (  # of trainer/config/actor/actor.yaml, trainer/config/model/hf_model.yaml and Megatron-Core's own classes
     Assumed(f"{_ACTOR}entropy_coeff", (0, 0.0, None), "the loss is priced without the entropy of the logits"),
+    Assumed(f"{_ACTOR}calculate_entropy", (False, None), "the loss is priced without the entropy of the logits"),
+    Assumed("data.pad_mode", ("no_padding", None), "samples are priced without padding"),
+    Assumed("model.use_remove_padding", (True, None), "samples are priced without padding"),
     Assumed(f"{_ACTOR}freeze_vision_tower", (False, None), "all weights are priced as trained"),
     Assumed(f"{_ACTOR}use_fused_kernels", (False, None), _FUSED_LOSS),
     Assumed("model.use_fused_kernels", (False, None), _FUSED_LOSS),
@@ -85,7 +123,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     if (engine := settings.get("engine", ("", "megatron"))[1]) != "megatron":
         raise InputError(f"engine {engine[:20]!r} is not read: only megatron is")
     arguments = Options(_arguments(settings), DEFAULTS, way_out="pass --model")
-    for key in [key for key in arguments.arguments if _HARMLESS.match(key)]:
+    for key in [key for key in arguments.arguments if _HARMLESS.fullmatch(key)]:
         arguments.pass_over(key)
     arguments.remarks += script.unread()
     remark_assumed(_ASSUMED, arguments)
@@ -101,6 +139,8 @@ def read(text: str, context: LaunchContext) -> Launch:
     if not arguments.flag("model.mtp.enable_train"):
         model = replace(model, num_mtp_layers=0)
     arguments.pass_over("model.mtp.enable")
+    if arguments.flag("use_megatron_fsdp"):  # Megatron-Bridge, training/utils/config_utils.py, create_ddp_config
+        arguments.defaults |= {"data_parallel_sharding_strategy": "optim_grads_params", "overlap_grad_reduce": True}
     finetuning = _finetuning(arguments)
     _batch(arguments, context, ACTOR_TOKENS if before[-1] == _PPO else SFT_TOKENS)
     _types(arguments)
