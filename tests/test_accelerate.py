@@ -535,6 +535,20 @@ def test_a_program_of_ones_own_says_model_and_length_too() -> None:
     assert (launch.model.name, launch.training.seq_len, launch.framework) == ("llama3-8b", 2048, "pytorch-fsdp")
 
 
+def test_options_that_a_command_abbreviates_are_the_programs() -> None:
+    """argparse takes every beginning that one option alone has."""
+    command = (
+        "accelerate launch --multi_gpu --num_processes 8 --mixed_precision bf16 train.py --model_name_or_path "
+        "Qwen/Qwen2.5-7B {batch} {steps} --max_seq_length 4096"
+    )
+    whole = {"batch": "--per_device_train_batch_size 4", "steps": "--gradient_accumulation_steps 2"}
+    short = {"batch": "--per_device_train_batch 4", "steps": "--gradient_accumulation 2"}
+    launch, abbreviated = (read(command.format(**words), LaunchContext()) for words in (whole, short))
+    assert (abbreviated.plan.micro_batch, abbreviated.plan.global_batch) == (4, 64)
+    assert abbreviated.plan == launch.plan
+    assert matters(abbreviated) == matters(launch)
+
+
 def test_a_program_that_is_not_known_is_listed() -> None:
     given = ("PER_DEVICE_TRAIN_BATCH_SIZE", "1"), ("GRADIENT_ACCUMULATION_STEPS", "1"), ("BF16", "true")
     context = LaunchContext(model=load_model("llama3-8b"), seq_len=4096, variables=given)

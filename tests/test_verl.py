@@ -165,6 +165,18 @@ def test_an_actor_has_micro_batches_of_samples_unless_it_is_told() -> None:
     assert matters(dynamic) == {"actor_rollout_ref.actor.use_dynamic_bsz"}
 
 
+def test_fsdp_of_megatron_shards_everything() -> None:
+    """Megatron-Bridge's create_ddp_config gives use_megatron_fsdp the strategy optim_grads_params."""
+    script = """python3 -m verl.trainer.main_ppo --config-name=ppo_megatron_trainer.yaml data.train_batch_size=256 \\
+        data.max_prompt_length=1024 data.max_response_length=512 actor_rollout_ref.model.path=Qwen/Qwen3-8B \\
+        actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 \\
+        trainer.nnodes=1 trainer.n_gpus_per_node=8 {}
+    """
+    plain = read(script.format(""), LaunchContext())
+    sharded = read(script.format("actor_rollout_ref.actor.megatron.use_megatron_fsdp=True"), LaunchContext())
+    assert (plain.plan.sharding, sharded.plan.sharding) == ("zero1", "zero3")
+
+
 @pytest.mark.parametrize("config", ["--config-name='gsm8k_multiturn_megatron_grpo'", "--config-name ours.yaml"])
 def test_a_configuration_of_its_own_is_listed(config: str) -> None:
     script = f"""python3 -m verl.trainer.main_ppo {config} data.train_batch_size=256 \\

@@ -28,7 +28,13 @@ OTHER_LOSSES = re.compile(
 )
 _LAUNCHERS = ("torch.", "accelerate.", "deepspeed.")
 _MODULE = re.compile(r"trl\.scripts\.(\w+)")
-_BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){BATCH}\b", re.MULTILINE)
+# Words that argparse takes for the two options (parse_args, allow_abbrev): no other one of the Trainer begins so.
+_ABBREVIATED = {
+    **dict.fromkeys(("per_device_train", "per_device_train_batch"), "per_device_train_batch_size"),
+    **dict.fromkeys(("gradient_accumulation", "gradient_acc"), "gradient_accumulation_steps"),
+}
+_SHORT_BATCH = "--per_device_train"
+_BATCH = re.compile(rf"^[^#\n]*(?<![\w-]){_SHORT_BATCH}(_batch(_size)?)?\b", re.MULTILINE)
 _FILES = (".yaml", ".yml", ".json")
 _BEHIND_FOLDER = re.compile(r"(.*(?:[)}`\"']|\$\w+))/([\w./-]+\.py)", re.DOTALL)
 # Programs of TRL, and of the examples of transformers, that set nothing beside their arguments.
@@ -53,7 +59,7 @@ def program_at(words: Sequence[str], programs: Sequence[str] = (), folder: Path 
 
     `programs` also take the name of a file with their arguments, alone or after the word train.
     """
-    has_batch_size = any(word.partition("=")[0] == BATCH for word in words)
+    has_batch_size = any(_whole_name(word.partition("=")[0].removeprefix("--")) == BATCH[2:] for word in words)
     if not has_batch_size and not programs:
         places = (at for at in range(len(words)) if is_program(words, at))
         return next((at for at in places if (file := program_beside(words[at], folder)) and trains(file)), None)
@@ -113,7 +119,7 @@ def of_script(text: str, context: LaunchContext, programs: Sequence[str] = ()) -
     Raises InputError if no command starts such a program.
     """
     script = script_of(text, context)
-    names = (BATCH, ".py", *programs)
+    names = (_SHORT_BATCH, ".py", *programs)
     entry = Entry(
         lambda words: program_at(words, programs, context.folder), lambda inner: any(name in inner for name in names)
     )
@@ -197,14 +203,20 @@ def _overrides(arguments: Sequence[Argument]) -> Iterator[Argument]:
         follows |= argument.option.endswith(_FILES)
 
 
+def _whole_name(name: str) -> str:
+    """Return the name of an option that a command may abbreviate."""
+    return _ABBREVIATED.get(name, name)
+
+
 def _typed(argument: Argument) -> Argument:
-    """Return the argument with its JSON parsed into a table, and its word for a switch into a boolean."""
+    """Return the argument by its whole name, with JSON as a table, and the word for a switch as a boolean."""
+    if (name := _whole_name(argument.name)) != argument.name:
+        argument = replace(argument, name=name)
     if isinstance(argument.value, str) and argument.value.lstrip().startswith("{"):
-        value = parse_json(argument.value, argument.option)
-        return Argument(argument.option, argument.text, argument.name, value)
+        return replace(argument, value=parse_json(argument.value, argument.option))
     word = str(argument.value).casefold()
     if word in ("true", "false"):
-        return Argument(argument.option, argument.text, argument.name, word == "true")
+        return replace(argument, value=word == "true")
     return argument
 
 
