@@ -325,6 +325,8 @@ def main(arguments: list[str] | None = None) -> int:
     tally, start, until_s = Tally(), time.process_time(), time.monotonic() + 60 * options.minutes
     for case, plans in cases(np.random.default_rng(options.seed), options.problems, options.plans):
         check(tally, case, plans)
+        if tally.problems % 50 == 0:
+            print(f"{tally.problems} problems, {tally.broken.total()} broken", file=sys.stderr, flush=True)
         if time.monotonic() >= until_s:
             break
     lines = [
