@@ -14,7 +14,7 @@ from autoplan.profiler.group_layouts import Layout
 from autoplan.profiler.protocol import BESIDE, Hello, Task, rules_for
 from autoplan.profiler.record import Mode
 from autoplan.profiler.tasks import BESIDE_LEAST_BYTES, OVERHEAD_S, RankedTask, TaskKey, reference_s
-from autoplan.spec.operations import COLLECTIVES, SHAPES, Operation
+from autoplan.spec.operations import COLLECTIVES, HOST_COPIES, SHAPES, Operation
 from autoplan.spec.timing import batch_index
 from autoplan.topology.cluster import DeviceSpec
 
@@ -48,16 +48,22 @@ def _measurable(lookups: Lookups, hello: Hello) -> set[tuple[Operation, str, tup
     """Return (operation, type, shape, suffix of the kernel's name) of the lookups that these ranks can run."""
     measurable: set[tuple[Operation, str, tuple[int, ...], str]] = set()
     groups: dict[tuple[Operation, Layout], set[int]] = defaultdict(set)
+    copies: dict[Operation, set[int]] = defaultdict(set)
     for (operation, dtype), shapes in lookups.items():
         for shape in shapes:
             if operation in COLLECTIVES:
                 if layout := nearest_layout(shape, hello.num_domains, hello.ranks_per_domain):
                     groups[operation, layout].add(shape[3])
+            elif operation in HOST_COPIES:
+                copies[operation].add(shape[0])
             elif dtype in hello.dtypes and _is_shape(operation, shape):
                 measurable.add((operation, dtype, shape, ""))
     wide = next((dtype for dtype in hello.dtypes if dtype in ("bf16", "fp16", "fp32")), None)
-    for (operation, layout), sizes in groups.items() if wide else ():
-        assert wide is not None
+    if wide is None:
+        return measurable
+    for operation, sizes in copies.items():
+        measurable |= {(operation, wide, (buffer_bytes,), "") for buffer_bytes in _buffers(sizes)}
+    for (operation, layout), sizes in groups.items():
         for buffer_bytes in _buffers(sizes):
             measurable.add((operation, wide, layout.shape(buffer_bytes), ""))
             if operation in REDUCTIONS and buffer_bytes >= BESIDE_LEAST_BYTES:

@@ -28,6 +28,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import (
     COLLECTIVES,
+    HOST_COPIES,
     LAYER_HALVES,
     LAYER_SIZES,
     LAYERS,
@@ -293,6 +294,8 @@ def reference_s(task: Task, device: DeviceSpec) -> float:
     if task.operation in COLLECTIVES:
         # Links are about a twentieth as fast as memory, from NVLink to gloo on loopback.
         return 2e-5 + task.shape[3] / (device.memory_bandwidth_bytes_per_s / 20)
+    if task.operation in HOST_COPIES:
+        return 2e-5 + task.shape[0] / device.host_link_bytes_per_s
     if task.operation == "pipeline_actions":
         return ACTION_S * 2 * task.shape[0]
     moved_s = numbers * width / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)

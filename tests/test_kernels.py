@@ -32,6 +32,8 @@ SHAPE = {
     "swiglu_backward": (48, 32),
     "cross_entropy": (48, 100),
     "optimizer": (1000,),
+    "copy_to_host": (1000,),
+    "copy_from_host": (1000,),
 }
 
 

@@ -16,7 +16,7 @@ from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.tasks import reference_s
 from autoplan.spec.enums import Sharding
 from autoplan.spec.measurement import Measurement
-from autoplan.spec.operations import COLLECTIVES, SHAPES
+from autoplan.spec.operations import COLLECTIVES, HOST_COPIES, SHAPES
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.timing import TimingTable
 
@@ -108,3 +108,32 @@ def test_narrow_products_are_queued_in_the_type_in_which_they_are_looked_up() ->
     tasks = lookup_tasks(lookups, hello(1, dtypes=("mxfp8", "bf16")), ("sustained",), problem.cluster.device, ())
     narrow = {ranked.task.shape for ranked in tasks if ranked.task.dtype == "mxfp8"}
     assert narrow == {shape for name in ("gemm", "dgrad", "wgrad") for shape in lookups[name, "mxfp8"]}  # type: ignore[index]
+
+
+def test_copies_to_the_host_are_queued_for_plans_that_offload_and_price_them() -> None:
+    problem = make_problem("llama3-8b", cluster="h100-sxm:1x8", framework="megatron-lm", seq_len=8192)
+    plan = ParallelPlan(global_batch=64, tp=2, sp=True, dp_shard=4, sharding=Sharding.ZERO1)
+    device, here = problem.cluster.device, hello(1)
+    queued = {}
+    for offload in ("none", "optimizer"):
+        batch = PlanBatch.of([replace(plan, offload=offload)], problem.model.num_layers)
+        tasks = lookup_tasks(looked_up_shapes(problem, batch), here, ("sustained",), device, ())
+        queued[offload] = [ranked.task for ranked in tasks if ranked.task.operation in HOST_COPIES]
+    assert not queued["none"]
+    assert {task.operation for task in queued["optimizer"]} == {*HOST_COPIES}
+
+    def step_s(growth: float) -> float:
+        times = [
+            Measurement(
+                operation=task.operation, shape=task.shape, dtype=task.dtype, device=device.name,
+                seconds=growth * task.shape[0] / device.host_link_bytes_per_s,
+            )
+            for task in queued["optimizer"]
+        ]  # fmt: skip
+        return float(estimate(replace(problem, timings=TimingTable.of(times)), batch).step_s[0])
+
+    plain_s = float(estimate(problem, batch).step_s[0])
+    assert step_s(1.0) == pytest.approx(plain_s, rel=1e-3)
+    copied_s = (step_s(3.0) - step_s(2.0)) / plain_s
+    assert step_s(2.0) / plain_s - 1 == pytest.approx(copied_s, rel=1e-2)
+    assert copied_s > 0.01

@@ -37,6 +37,7 @@ from autoplan.cost.kernels.launches import (
     repeated_launches_s,
 )
 from autoplan.cost.kernels.linears import BlockShape
+from autoplan.cost.kernels.measured import host_copy_s
 from autoplan.cost.kernels.measured_units import (
     SharedStates,
     layer_times,
@@ -379,7 +380,8 @@ def _offload_s(problem: Problem, batch: PlanBatch, block: Block, shape: BlockSha
         return np.zeros(len(batch))
     copied = offloaded(problem, batch, block, shape, activation_parts(problem, batch, block, shape)).copied_bytes
     cluster = problem.cluster
-    return copied / (HOST_LINK_SHARE[cluster.host.device_link] * cluster.device.host_link_bytes_per_s)
+    link = HOST_LINK_SHARE[cluster.host.device_link] * cluster.device.host_link_bytes_per_s
+    return host_copy_s(problem, "copy_to_host", copied, copied / link)
 
 
 def _repeat_terms(parts: _Parts, repeated: dict[str, Floats], backward: dict[str, Floats]) -> dict[str, Floats]:

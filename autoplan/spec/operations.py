@@ -11,6 +11,7 @@ Operation = Literal[
     "attention", "attention_backward", "latent_attention", "latent_attention_backward",
     "experts", "experts_backward",
     "norm", "norm_backward", "rope", "swiglu", "swiglu_backward", "cross_entropy", "optimizer",
+    "copy_to_host", "copy_from_host",
     "layer", "layer_backward", "layer_backward_selective", "layer_backward_full",
     "layer_input_gradient", "layer_weight_gradient",
     "replicated_layer", "sharded_layer", "resharded_layer",
@@ -31,6 +32,7 @@ EXPERTS: tuple[Operation, ...] = ("experts", "experts_backward")
 STREAMS: tuple[Operation, ...] = (  # through the memory of the device
     *("norm", "norm_backward", "rope", "swiglu", "swiglu_backward", "cross_entropy", "optimizer"),
 )
+HOST_COPIES: tuple[Operation, ...] = ("copy_to_host", "copy_from_host")
 LAYERS: tuple[Operation, ...] = ("layer", "layer_backward", "layer_backward_selective", "layer_backward_full")
 LAYER_HALVES: tuple[Operation, ...] = ("layer_input_gradient", "layer_weight_gradient")
 SHARED_LAYERS: tuple[Operation, ...] = ("replicated_layer", "sharded_layer", "resharded_layer")
@@ -64,6 +66,7 @@ MOE_LAYER_SIZES = (*LAYER_SIZES, "num_experts", "experts_per_token")
 SHARED_MOE_LAYER_SIZES = (*MOE_LAYER_SIZES, "num_devices", "devices_per_domain")
 END_SIZES = ("tokens", "hidden_size", "vocab_size", "tp")
 PIPELINE_SIZES = ("num_micro_batches", "num_devices", "devices_per_domain")
+COPY_SIZES = ("buffer_bytes",)
 GROUP_SIZES = ("num_devices", "devices_per_domain", "num_groups", "buffer_bytes")
 
 NARROW_TYPES = ("fp8", "mxfp8", "nvfp4")
@@ -77,9 +80,10 @@ RATE_TYPES = {"mxfp8": "fp8", "fp8_block": "fp8"}  # at whose rate of the datash
 # over the last `window` tokens, itself among them, or over all where it is 0; `latent_attention` is causal too, with
 # values narrower than keys and as many heads of both.  `experts` are all routed experts of one rank, both products and
 # the activation between, for the `tokens` of all ranks that share them.  `rope` (of queries and keys) and
-# `cross_entropy` are both ways together, `optimizer` is one Adam step.  A group of a collective has
-# `devices_per_domain` members in each scale-up domain that it touches, and `num_groups` such groups work at once in
-# these domains; its buffer is the whole one: what an all-gather ends with, a reduce-scatter begins with.
+# `cross_entropy` are both ways together, `optimizer` is one Adam step.  Copies are between a device and pinned memory
+# of its host, on all devices of the host at once.  A group of a collective has `devices_per_domain` members in each
+# scale-up domain that it touches, and `num_groups` such groups work at once in these domains; its buffer is the whole
+# one: what an all-gather ends with, a reduce-scatter begins with.
 #
 # The others are units of the built-in trainer, with all that its host does for them.  `layer` is the forward pass of a
 # whole gated transformer layer over tp ranks, collectives included, its weights there, its gradients not reduced.  Its
@@ -102,6 +106,7 @@ SHAPES: dict[Operation, tuple[str, ...]] = {
     **dict.fromkeys(("swiglu", "swiglu_backward"), ("tokens", "ffn_size")),
     "cross_entropy": ("tokens", "vocab_size"),
     "optimizer": ("num_parameters",),
+    **dict.fromkeys(HOST_COPIES, COPY_SIZES),
     **dict.fromkeys((*LAYERS, *LAYER_HALVES), LAYER_SIZES),
     **dict.fromkeys(SHARED_LAYERS, SHARED_LAYER_SIZES),
     **dict.fromkeys((*MOE_LAYERS, *MOE_LAYER_HALVES), MOE_LAYER_SIZES),

@@ -19,6 +19,7 @@ from autoplan.base.lazily import Lazily
 from autoplan.spec.measurement import Match, MeasuredTimes, Measurement, Measurements
 from autoplan.spec.operations import (
     ATTENTION_SIZES,
+    COPY_SIZES,
     END_SIZES,
     EXPERTS_SIZES,
     GROUP_SIZES,
@@ -64,7 +65,7 @@ _BETWEEN: dict[tuple[str, ...], tuple[str, ...]] = {
     ("tokens", "num_heads", "head_dim"): ("tokens", "num_heads"),
 }
 # Collectives of shorter messages take their start-up times, 10 us to 1 ms, rather than what the links carry (judged).
-_RATE_FROM: dict[tuple[str, ...], float] = {GROUP_SIZES: 2.0**20}
+_RATE_FROM: dict[tuple[str, ...], float] = dict.fromkeys((GROUP_SIZES, COPY_SIZES), 2.0**20)
 _SQUARED = ("seq_len",)  # the work of attention grows with its square, but within a window
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from autoplan.profiler.operations import attention
 from autoplan.profiler.operations.inputs import InputFactory, Run, in_turns, num_sets
-from autoplan.spec.operations import EXPERTS, NARROW_PRODUCTS, PRODUCTS, Operation
+from autoplan.spec.operations import EXPERTS, HOST_COPIES, NARROW_PRODUCTS, PRODUCTS, Operation
 from autoplan.trainer.transformer import rotated
 
 _ROPE_BASE = 10_000.0
@@ -67,6 +67,7 @@ TINY: dict[Operation, tuple[int, ...]] = {
     **dict.fromkeys(("norm", "norm_backward", "swiglu", "swiglu_backward", "cross_entropy"), (32, 32)),
     "rope": (32, 2, 64),
     "optimizer": (64,),
+    **dict.fromkeys(HOST_COPIES, (64,)),
 }
 
 
@@ -282,6 +283,13 @@ def optimizer_step(factory: InputFactory, num_parameters: int, make: Callable[..
     return step
 
 
+def _host_copy(factory: InputFactory, num_bytes: int, *, to_host: bool) -> Run:
+    near = factory.zeros(num_bytes, dtype=torch.uint8)
+    far = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=factory.device.type != "cpu")
+    source, target = (near, far) if to_host else (far, near)
+    return lambda: target.copy_(source, non_blocking=True)
+
+
 _BUILDERS: dict[Operation, Callable[..., Run]] = {
     "gemm": _gemm,
     "dgrad": _dgrad,
@@ -299,5 +307,7 @@ _BUILDERS: dict[Operation, Callable[..., Run]] = {
     "swiglu_backward": _backward(_swiglu),
     "cross_entropy": _cross_entropy,
     "optimizer": _optimizer,
+    "copy_to_host": functools.partial(_host_copy, to_host=True),
+    "copy_from_host": functools.partial(_host_copy, to_host=False),
 }
 KERNELS: frozenset[Operation] = frozenset(_BUILDERS)

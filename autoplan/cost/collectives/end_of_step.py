@@ -15,7 +15,7 @@ from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.collectives.sharded_states import HOST_BYTES_PER_S
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.linears import BlockShape
-from autoplan.cost.kernels.measured import find
+from autoplan.cost.kernels.measured import find, host_copy_s
 from autoplan.cost.kernels.memory_bound import memory_bound_s
 from autoplan.cost.kernels.orthogonalise import orthogonalise_s
 from autoplan.cost.network.algorithms import ProcessGroup
@@ -286,8 +286,12 @@ def optimizer_s(problem: Problem, batch: PlanBatch, updated: Floats, trained: Fl
     framework, link = problem.framework, problem.cluster.device.host_link_bytes_per_s
     # If weights are offloaded, too, gradients were copied with every micro-batch, and the next pass fetches the
     # weights.
-    sent = np.where(parameters_on_host(batch), 0.0, grad_bytes(problem, batch) + problem.training.element_bytes)
-    on_host = updated * (sent / link + framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S)
-    on_device = _update_s(problem, batch, updated, trained) + orthogonalise_s(problem, batch, updated)
     share = share_on_host(batch)
+    is_sent = ~parameters_on_host(batch) * (share > 0) * updated
+    down, up = is_sent * grad_bytes(problem, batch), is_sent * problem.training.element_bytes
+    copied_s = host_copy_s(problem, "copy_to_host", down, down / link) + host_copy_s(
+        problem, "copy_from_host", up, up / link
+    )
+    on_host = copied_s + updated * framework.kernels.bytes_moved_per_host_update / HOST_BYTES_PER_S
+    on_device = _update_s(problem, batch, updated, trained) + orthogonalise_s(problem, batch, updated)
     return np.maximum(share * on_host, (1.0 - share) * on_device)

@@ -8,6 +8,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
+from autoplan.cost.kernels.measured import host_copy_s
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.parameters import UnitParameters
@@ -182,8 +183,12 @@ def _host_copies_s(
     trained = parameters.trained_dense / shard + parameters.trained_expert / expert_shard
     added_share = 1.0 - 1.0 / batch.num_microbatches
     link, on_host = problem.cluster.device.host_link_bytes_per_s, parameters_on_host(batch)
-    per_gradient_s = grad_bytes(problem, batch) / link + added_share * 3 * WIDE_BYTES / HOST_BYTES_PER_S
-    return on_host * held_bytes / link, on_host * trained * per_gradient_s
+    fetched, sent = on_host * held_bytes, on_host * trained * grad_bytes(problem, batch)
+    added_s = on_host * trained * added_share * 3 * WIDE_BYTES / HOST_BYTES_PER_S
+    return (
+        host_copy_s(problem, "copy_from_host", fetched, fetched / link),
+        host_copy_s(problem, "copy_to_host", sent, sent / link) + added_s,
+    )
 
 
 def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParameters) -> Pass:

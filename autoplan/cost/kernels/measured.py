@@ -33,6 +33,7 @@ Sizes = Floats | Ints | float
 _HALVES = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}
 _MEASURED_IN = (*(_HALVES.get(name, (str(name),)) for name in Precision), ("fp8_block",))
 _TILES = len(Precision)
+_WIDE = ("bf16", "fp16", "fp32")  # of what depends on the bytes, not on their type
 
 
 def find(timings: TimingTable, operation: Operation, dtypes: Iterable[str], shapes: Floats) -> Lookup:
@@ -57,6 +58,17 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
         lookup.is_exact[..., rows] = found.is_exact.reshape(shapes.shape[:-1])
         lookup.is_disturbed[..., rows] = found.is_disturbed.reshape(shapes.shape[:-1])
     return replace(lookup, source_factors=problem.timings.source_factors).scaled(1 / problem.device_share)
+
+
+def host_copy_s(problem: Problem, operation: Operation, num_bytes: Floats, reference_s: Floats) -> Floats:
+    """Return the time to copy so many bytes between the device and its host: measured, or else the reference."""
+    rows = np.flatnonzero(num_bytes > 0)
+    if not len(rows) or not problem.timings.holds(operation, *_WIDE):
+        return reference_s
+    seconds = reference_s.ravel().copy()
+    lookup = find(problem.timings, operation, _WIDE, np.ceil(num_bytes.ravel()[rows, None]))
+    seconds[rows] = lookup.otherwise(seconds[rows])
+    return seconds.reshape(reference_s.shape)
 
 
 def passes_s(lookups: Sequence[Lookup], references: Sequence[Floats]) -> tuple[Floats, ...]:
