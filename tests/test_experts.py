@@ -31,7 +31,7 @@ from autoplan.cost.kernels.memory_bound import (
     traffic_of,
 )
 from autoplan.cost.kernels.products import gemm_pace, gemm_rate, matrices_s
-from autoplan.cost.kernels.sizes import expert_imbalance, expert_tokens, norm_tokens, rank_tokens
+from autoplan.cost.kernels.sizes import expert_imbalance, expert_tokens, norm_tokens, rank_expert_tokens, rank_tokens
 from autoplan.cost.kernels.times import kernel_times
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.common.header import header
@@ -441,3 +441,22 @@ def test_predictions_that_share_a_layer_hold_it_once() -> None:
     assert apart.num_held_mtp_layers == 2
     assert replace(apart, shares_mtp_layer=True).num_held_mtp_layers == 1
     assert replace(MODEL, shares_mtp_layer=True).num_held_mtp_layers == 0
+
+
+def test_torchtitans_ranks_that_share_experts_route_the_tokens_of_their_group_each() -> None:
+    """Two tensor-parallel ranks send all 4,096 tokens each, twice, where Megatron-Core's send half and gather.
+
+    The group's tokens, as they are, are gathered before the router and reduced after the weighted sum.
+    """
+    sharded = batch_of(tp=2, sp=True, ep=4, etp=2, dp_shard=4)
+    megatron, titan = (
+        replace(PROBLEM, framework=FRAMEWORK.changed(routes_group_tokens=routes)) for routes in (False, True)
+    )
+    sent = [expert_parallel(problem, sharded) for problem in (megatron, titan)]
+    assert [one_way.dispatch.buffer_bytes[0] for one_way in sent] == [2 * 2048 * 2 * 1024, 2 * 4096 * 2 * 1024]
+    assert [one_way.gather.buffer_bytes[0] for one_way in sent] == [2 * 4096 * 2 * 1024, 2 * 4096 * 1024]
+    assert rank_expert_tokens(megatron, sharded) == rank_expert_tokens(titan, sharded) == 4096 * 2
+    moved = [traffic_of(problem, sharded, Block.MOE)["permute"].forward_bytes[0] for problem in (megatron, titan)]
+    assert moved[1] == pytest.approx(2 * moved[0])
+    whole = batch_of(tp=2, sp=True, ep=8, etp=1, dp_shard=4)
+    assert expert_parallel(titan, whole).dispatch.buffer_bytes == expert_parallel(megatron, whole).dispatch.buffer_bytes

@@ -185,6 +185,9 @@ class Experts:
     # Every pass through a MoE block waits for the host: it reads how many tokens each expert got before it can launch
     # the experts, by when the device has caught up with it.
     moe_sync_s: float = 0.0
+    # Each rank of an expert-tensor-parallel group routes and sends all tokens of the group; else its own, and the group
+    # gathers them behind the exchange.
+    routes_group_tokens: bool = False
     # A kernel for all local experts casts, multiplies or adds biases; else each expert has its own.
     are_grouped: bool = False
     # More in every such pass of 8 bits or fewer, as casts are kernels of each expert: once, and for each.

@@ -14,6 +14,7 @@ from autoplan.cost.kernels.sizes import (
     norm_tokens,
     rank_expert_tokens,
     routed_tokens,
+    routing_ranks,
     sends_tokens_once,
 )
 from autoplan.cost.network.process_groups import process_groups
@@ -57,7 +58,8 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
     The buffers contain every token once per expert that it visits; `copies` lets a dispatcher send it less often.  They
     are those of the rank that receives most, for which the others wait.  With an all-gather dispatcher, each pass
     gathers all tokens and reduces all outputs instead.
-    Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them.
+    Expert tensor parallelism gathers the tokens of its group before the experts and reduces after them, or, where each
+    rank routes those of the group, before the router and after the weighted sum.
     """
     framework, moe, groups = problem.framework, problem.model.moe, process_groups(batch)
     assert moe is not None
@@ -68,7 +70,9 @@ def expert_parallel(problem: Problem, batch: PlanBatch) -> ExpertParallel:
         norm_tokens(problem, batch) * batch.ep * (2.0 * width + routing_bytes * moe.num_experts)
         for routing_bytes in (GATHERED_ROUTING_BYTES, REDUCED_ROUTING_BYTES)
     )
-    received = 2.0 * rank_expert_tokens(problem, batch) * width
+    alike = routing_ranks(problem, batch)
+    of_group = np.where(alike > 1, norm_tokens(problem, batch) * alike, rank_expert_tokens(problem, batch))
+    received = 2.0 * of_group * width
     etp_gathered, etp_reduced = (np.where(gathers, batch.etp * of_ep, received) for of_ep in (gathered, reduced))
     all_at_once = np.where(gathers, 1.0, 0.0)
     copies = np.where(sends_tokens_once(problem, batch), moe.experts_per_token, 1)

@@ -28,6 +28,7 @@ from autoplan.cost.kernels.sizes import (
     rank_kv_heads,
     rank_tokens,
     routed_tokens,
+    routing_ranks,
     scales_by_past,
     scales_tiles,
     sends_tokens_once,
@@ -187,11 +188,12 @@ def traffic_of(problem: Problem, batch: PlanBatch, block: Block) -> dict[str, Tr
             received = rank_expert_tokens(problem, batch) / batch.etp
             width = received * model.moe.expert_ffn_size
             all_widths = all_widths + width
-            permute = _permute_bytes(problem, batch, received) * (model.moe.latent_size or hidden)
+            sorted_here = received * routing_ranks(problem, batch)
+            permute = _permute_bytes(problem, batch, sorted_here) * (model.moe.latent_size or hidden)
             moved["expert_activation"] = Traffic(read * width, backward_read * width)
             moved["permute"] = Traffic(permute, permute)
             moved |= _op_by_op_traffic(problem, batch, received)
-            moved |= _op_by_op_sorting(problem, batch, received)
+            moved |= _op_by_op_sorting(problem, batch, sorted_here)
         cast = STORED_CAST_BYTES * all_widths * batch.fp8_activation_input
         moved["stored_cast"] = Traffic(cast, cast)
     pieces = max((len(matrix_pieces(problem, linear)) for linear in block_shapes(model)[block].linears), default=1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats
+from autoplan.base.arrays import Bools, Floats, Ints
 from autoplan.base.extremes import largest_of
 from autoplan.cost.kernels.linears import Linear
 from autoplan.cost.kernels.sequences import tokens_per_sample
@@ -84,7 +84,12 @@ def routed_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens that one rank routes, once per expert that they visit."""
     moe = problem.model.moe
     assert moe is not None
-    return norm_tokens(problem, batch) * moe.experts_per_token
+    return norm_tokens(problem, batch) * moe.experts_per_token * routing_ranks(problem, batch)
+
+
+def routing_ranks(problem: Problem, batch: PlanBatch) -> Ints:
+    """Return how many ranks that share experts route the same tokens, each for its part of them."""
+    return np.where(batch.sp & problem.framework.experts.routes_group_tokens, batch.etp, 1)
 
 
 def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
@@ -96,7 +101,8 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
 
 def rank_expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens that all local experts on the busiest rank receive."""
-    return routed_tokens(problem, batch) * batch.etp * expert_imbalance(problem, batch)
+    gathered = batch.etp // routing_ranks(problem, batch)
+    return routed_tokens(problem, batch) * gathered * expert_imbalance(problem, batch)
 
 
 def rank_kv_heads(model: ModelSpec, batch: PlanBatch) -> Floats:
