@@ -24,12 +24,12 @@ from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.frameworks.common.rules import check_legal
 from autoplan.frameworks.common.universal_rules import RULES
 from autoplan.readers.model import load_model
-from autoplan.spec.blocks import Block, Experts, LatentAttention, Mamba
+from autoplan.spec.blocks import Block, Experts, Mamba
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.training import TrainingSpec
-from model_specs import gpt
+from model_specs import DEEPSEEK3, gpt
 from problems import problem_for
 
 GPT3 = gpt(96, 12288, 96, name="gpt3")
@@ -41,22 +41,6 @@ MIXTRAL = ModelSpec(
     num_heads=32,
     num_kv_heads=8,
     moe=Experts(num_experts=8, experts_per_token=2, expert_ffn_size=14336),
-)
-DEEPSEEK3 = ModelSpec(
-    name="deepseek-v3",
-    num_layers=61,
-    hidden_size=7168,
-    vocab_size=129280,
-    num_heads=128,
-    ffn_size=18432,
-    mla=LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536),
-    moe=Experts(
-        num_experts=256,
-        experts_per_token=8,
-        expert_ffn_size=2048,
-        shared_expert_ffn_size=2048,
-        num_dense_layers=3,
-    ),
 )
 TINY = ModelSpec(
     name="tiny",

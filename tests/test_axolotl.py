@@ -18,7 +18,7 @@ from autoplan.spec.finetuning import FineTuning
 from autoplan.spec.lengths import Batching, Lengths
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.preference import Preference
-from read_back import check_price, matters
+from read_back import check_adapters, matters
 
 FULL: dict[str, Any] = {
     "base_model": "NousResearch/Meta-Llama-3.1-8B",
@@ -187,10 +187,7 @@ def read_back(file: PlanFile) -> Launch:
 @pytest.mark.parametrize("tuning", TUNINGS)
 @pytest.mark.parametrize("sharding", ["none", "zero2", "zero3"])
 def test_adapters_are_read_back_with_the_price_of_the_plan(tuning: str, sharding: str) -> None:
-    plan = {"micro_batch": 1, "sharding": sharding, "recompute": "full"}
-    file = autoplan.estimate("llama3-8b", **EXPORTED, plan=plan, finetune=tuning).file
-    assert file.training.finetuning is not None
-    check_price(file, read_back(file), EXPORTED)
+    check_adapters(read_back, EXPORTED, tuning, sharding)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from autoplan.launch.launcher import launch_files
 from autoplan.launch.names import Launcher
 from autoplan.launch.start import Start
 from autoplan.launch.targets import job_of
-from autoplan.spec.blocks import Experts, LatentAttention
+from autoplan.spec.blocks import Experts
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
@@ -31,7 +31,7 @@ from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec, DeviceSpec, LinkLevel, NetworkSpec, NodeGroup
 from launched import launched
-from model_specs import gpt
+from model_specs import DEEPSEEK3, gpt
 
 GOLDEN = Path(__file__).parent / "golden" / "megatron_lm"
 
@@ -48,19 +48,7 @@ LLAMA_8B = ModelSpec(
 LLAMA_70B = replace(LLAMA_8B, name="llama3-70b", num_layers=80, hidden_size=8192, num_heads=64, ffn_size=28672)
 LLAMA_405B = replace(LLAMA_8B, name="llama3.1-405b", num_layers=126, hidden_size=16384, num_heads=128, ffn_size=53248)
 GPT3 = gpt(96, 12288, 96, vocab_size=50257, name="gpt3-175b")
-DEEPSEEK = ModelSpec(
-    name="deepseek-v3",
-    num_layers=61,
-    hidden_size=7168,
-    vocab_size=129280,
-    num_heads=128,
-    ffn_size=18432,
-    num_mtp_layers=1,
-    mla=LatentAttention(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
-    moe=Experts(
-        num_experts=256, experts_per_token=8, expert_ffn_size=2048, shared_expert_ffn_size=2048, num_dense_layers=3
-    ),
-)
+DEEPSEEK = replace(DEEPSEEK3, num_mtp_layers=1)
 GPT_OSS = ModelSpec(
     name="gpt-oss-20b",
     num_layers=24,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from autoplan.spec.blocks import Experts, LatentAttention
 from autoplan.spec.model import ModelSpec
 
 # Models that a CPU trains, as files.
@@ -80,3 +81,20 @@ QWEN_VL = {
         "temporal_patch_size": 2,
     },
 }
+
+DEEPSEEK3 = ModelSpec(
+    name="deepseek-v3",
+    num_layers=61,
+    hidden_size=7168,
+    vocab_size=129280,
+    num_heads=128,
+    ffn_size=18432,
+    mla=LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, q_lora_rank=1536),
+    moe=Experts(
+        num_experts=256,
+        experts_per_token=8,
+        expert_ffn_size=2048,
+        shared_expert_ffn_size=2048,
+        num_dense_layers=3,
+    ),
+)

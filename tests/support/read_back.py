@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,14 @@ def check_price(file: PlanFile, launch: Launch, place: dict[str, Any]) -> None:
     again = autoplan.estimate(launch.model, **place, plan=launch.plan, training=launch.training).file
     assert again.best.step_s == pytest.approx(file.best.step_s, rel=1e-9)
     assert again.best.memory_bytes == pytest.approx(file.best.memory_bytes, rel=1e-9)
+
+
+def check_adapters(read_back: Callable[[PlanFile], Launch], place: dict[str, Any], tuning: str, sharding: str) -> None:
+    """Compare a plan of fine-tuning with what was read back of its export."""
+    plan = {"micro_batch": 1, "sharding": sharding, "recompute": "full"}
+    file = autoplan.estimate("llama3-8b", **place, plan=plan, finetune=tuning).file
+    assert file.training.finetuning is not None
+    check_price(file, read_back(file), place)
 
 
 def matters(launch: Launch) -> set[str]:
