@@ -10,7 +10,10 @@ from msgspec import MsgspecError
 
 from autoplan.base.errors import InputError
 
-DAMAGE = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError, zlib.error, MsgspecError)
+DAMAGE = (
+    *(ArithmeticError, ValueError, LookupError, TypeError, AttributeError, AssertionError, RecursionError),
+    *(zlib.error, MsgspecError),
+)
 
 
 @contextmanager

@@ -373,11 +373,17 @@ def test_a_damaged_journal_is_refused_in_one_line_or_harmless(tmp_path: Path) ->
     assert not any("\n" in text for text in refusals)
 
 
-@pytest.mark.parametrize("cell", ['{"cell":70000}', '{"cell":"x"}', '{"other":0}'])
-def test_a_cell_that_a_journal_of_sampled_cells_cannot_name_is_refused(tmp_path: Path, cell: str) -> None:
+@pytest.mark.parametrize(
+    ("was", "becomes"),
+    [
+        *((r'\{"cell":[0-9]+\}', text) for text in ('{"cell":70000}', '{"cell":"x"}', '{"other":0}')),
+        (r'"step\\": null', '"step\\": true'),  # of a distribution
+    ],
+)
+def test_a_damaged_journal_of_sampled_cells_is_refused(tmp_path: Path, was: str, becomes: str) -> None:
     problem, space = make(DENSE, "h100-sxm:1x2", batches=(4,))
     journal, sampling = tmp_path / "journal", Sampling(name="random", trials=1, seed=0, warm=False)
     search(problem, space, sampling=sampling, shared=Shared(url=str(journal), name="a"))
-    journal.write_text(re.sub(r'\{"cell":[0-9]+\}', cell, journal.read_text()))
-    with pytest.raises(InputError, match="the study is damaged"):
+    journal.write_text(re.sub(was, lambda _: becomes, journal.read_text()))
+    with pytest.raises(InputError, match="is damaged"):
         search(problem, space, sampling=sampling, shared=Shared(url=str(journal), name="a"))
