@@ -1,11 +1,13 @@
 """Steps of plans for unlike ranks on this machine, beside those of an equal split: both run by `autoplan run`.
 
-usage: python benchmarks/unlike_ranks.py FOLDER [--steps N] [--rounds N] [--out FILE]
+usage: python benchmarks/unlike_ranks.py FOLDER [--case NAME] [--steps N] [--rounds N] [--out FILE]
 
 Every case has ranks of which some are halved: after each pass through their layers, forward and backward, they spin for
-as much processor time as it took, so that other load slows all ranks alike (`SPIN`).  The search on a
-cluster of such parts finds a plan; the plan with the same stages and equal micro-batches and layers is its rival.  They
-run alternately, in rounds, and both are compared with one process before (`--check`).
+as much processor time as it took, so that other load slows all ranks alike (`PACE`).  Where ranks share a core they
+sleep instead, all for as long as others of the core need, and the halved ones twice as long: a spin would take the time
+of another rank.  Every core has as many ranks.  The search on a cluster of such parts finds a plan; the plan with the
+same stages and equal micro-batches and layers is its rival.  They run alternately, in rounds, and both are compared
+with one process before (`--check`).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,26 +35,32 @@ from autoplan.spec.started_plan import started_plan
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 
-# sitecustomize.py of the ranks: notes the processor time of every step, and halves the ranks with HALVED.
-SPIN = """
+# sitecustomize.py of the ranks: makes passes take PACE times as long, and notes the time that each step computes.
+PACING = """
 import importlib.abc, importlib.util, os, sys, time
 
-def twice(function):
-    def spun(*arguments, **named):
+PACE, SLEEPS = int(os.environ["PACE"]), bool(os.environ["SLEEPS"])
+
+def paced(function):
+    def waiting(*arguments, **named):
         began = time.thread_time()
         result = function(*arguments, **named)
-        end = 2 * time.thread_time() - began
-        while time.thread_time() < end:
-            pass
+        more = (PACE - 1) * (time.thread_time() - began)
+        if SLEEPS:
+            time.sleep(more)
+        else:
+            end = time.thread_time() + more
+            while time.thread_time() < end:
+                pass
         return result
-    return spun
+    return waiting
 
 def noted(function):
     def timed(*arguments, **named):
         began = time.thread_time()
         result = function(*arguments, **named)
         with open(os.environ["NOTES"], "a") as notes:
-            print(time.thread_time() - began, file=notes)
+            print((PACE if SLEEPS else 1) * (time.thread_time() - began), file=notes)
         return result
     return timed
 
@@ -65,9 +74,8 @@ class Finder(importlib.abc.MetaPathFinder):
         def patched(module):
             execute(module)
             import torch
-            if os.environ.get("HALVED"):
-                torch.autograd.backward = twice(torch.autograd.backward)
-                module.Transformer.forward = twice(module.Transformer.forward)
+            torch.autograd.backward = paced(torch.autograd.backward)
+            module.Transformer.forward = paced(module.Transformer.forward)
             module.Training.backpropagate = noted(module.Training.backpropagate)
         spec.loader.exec_module = patched
         return spec
@@ -151,17 +159,20 @@ def run(path: Path, result: MixedPlanResult, steps: int) -> tuple[float, float, 
         "--force",
     ]
     port = str(20000 + os.getpid() % 20000)
-    ranks = []
+    cores, ranks = sorted(os.sched_getaffinity(0)), []
+    share = -(-len(parts) // len(cores))
+    in_turn = sorted(range(len(parts)), key=lambda rank: parts[rank])  # every core has ranks of both parts
     for rank, name in enumerate(parts):
         variables = {"RANK": str(rank), "WORLD_SIZE": str(len(parts)), "LOCAL_RANK": str(rank)}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         notes = path.with_suffix(f".{rank}")
         notes.unlink(missing_ok=True)
         variables |= {"PYTHONPATH": str(path.parent.absolute()), "NOTES": str(notes)}
-        variables |= {"HALVED": "1"} if name == "half" else {}
+        variables |= {"PACE": str((2 if name == "half" else 1) * share), "SLEEPS": "1" if share > 1 else ""}
         pipe = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
         words = [sys.executable, "-m", "autoplan", *command]
         ranks.append(subprocess.Popen(words, env=os.environ | variables, stdout=pipe))
+        os.sched_setaffinity(ranks[-1].pid, {cores[in_turn.index(rank) % len(cores)]})
     printed, _ = ranks[0].communicate(timeout=900)
     for process in ranks[1:]:
         process.wait(60)
@@ -171,13 +182,13 @@ def run(path: Path, result: MixedPlanResult, steps: int) -> tuple[float, float, 
     return statistics.median(measured["step_s"]), busy_s, dict(measured["check"])
 
 
-def lines(folder: Path, steps: int, rounds: int) -> list[str]:
-    """The table of all cases."""
+def lines(folder: Path, cases: Sequence[Case], steps: int, rounds: int) -> list[str]:
+    """The table of the cases."""
     rows = [
         "| ranks | plan | predicted | by processor time of the slowest rank | by steps | deviation from one process |",
         "|---|---|---|---|---|---|",
     ]
-    for case in CASES:
+    for case in cases:
         plan = found(case)
         rivals = {"plan": plan, "equal": equal_split(plan)}
         measured: dict[str, list[tuple[float, float]]] = {name: [] for name in rivals}
@@ -208,23 +219,24 @@ def main() -> None:
     """Print the table, or write it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--case", action="append", choices=[case.name for case in CASES], help="default: all")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    (arguments.folder / "sitecustomize.py").write_text(SPIN)
-    load = os.getloadavg()[0]
+    (arguments.folder / "sitecustomize.py").write_text(PACING)
+    load, cases = os.getloadavg()[0], [case for case in CASES if case.name in (arguments.case or [case.name])]
     text = "\n".join(
         [
             "# Plans for unlike ranks, run",
             "",
             "The plan found beside the same stages with equal micro-batches and layers.  "
             f"By `autoplan run` over gloo on {os.cpu_count()} cores beside a load of {load:.1f}; "
-            "halved ranks spin for as long as they compute.  Medians of "
+            "halved ranks spin for as long as they compute, ranks that share a core sleep.  Medians of "
             f"{arguments.steps} steps, in rounds: {arguments.rounds}.",
             "",
-            *lines(arguments.folder, arguments.steps, arguments.rounds),
+            *lines(arguments.folder, cases, arguments.steps, arguments.rounds),
             "",
         ]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -78,6 +79,29 @@ def split_microbatches(
         else:
             low = middle + 1
     return _share_out(time_s, counts, sizes, global_batch, bars[low]) if low < len(bars) else None
+
+
+def splits(
+    most: Sequence[int], counts: Sequence[int], sizes: Sequence[int], global_batch: int
+) -> Iterator[tuple[int, ...]]:
+    """Yield micro-batches per replica kind, as in `split_microbatches`, that add up to the batch.
+
+    No replica of kind k has more than `most[k]`.  Of splits with the same largest numbers of a replica of all kinds but
+    the last, only the one that leaves the fewest for later kinds.
+    """
+    (size, *later_sizes), (count, *later_counts), (largest, *later_most) = sizes, counts, most
+    if not later_sizes:
+        total, remainder = divmod(global_batch, size)
+        yield from [(total,)] if not remainder and count <= total <= largest * count else []
+        return
+    room = sum(map(math.prod, zip(later_most, later_counts, later_sizes, strict=True)))
+    for number in range(1, largest + 1):
+        if global_batch - number * count * size > room:
+            continue
+        for total in range(number * count, max((number - 1) * count, count - 1), -1):
+            if later := list(splits(later_most, later_counts, later_sizes, global_batch - total * size)):
+                yield from ((total, *others) for others in later)
+                break
 
 
 def _share_out(

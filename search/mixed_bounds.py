@@ -19,20 +19,19 @@ from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_par
 from autoplan.cost.memory.stage_memory import transient_bytes
 from autoplan.cost.pipeline.layout import StageBlocks
 from autoplan.cost.step import straggler_share
-from autoplan.frameworks.common.rules import legal, legal_on_own_devices
-from autoplan.search.balance import spread_layers
+from autoplan.frameworks.common.rules import legal
 from autoplan.search.bounds import KindCosts, kind_costs
 from autoplan.search.cells import Cell, expert_degrees
 from autoplan.search.layouts import chunk_counts, schedules_of
-from autoplan.search.limits import COUNTS, Limits, divisors
-from autoplan.search.mixed_pipeline_bounds import ROUNDING, PipelineBounds, Ways
+from autoplan.search.limits import Limits, divisors
+from autoplan.search.mixed_pipeline_bounds import ROUNDING, PipelineBounds, Prices, Ways, both_passes_s
 from autoplan.search.space import Space
-from autoplan.search.structures import Equal, Pipelines, Structure, common_schedule, first_layers, pipelines
+from autoplan.search.structures import Equal, Pipelines, Structure, common_schedule, first_layers, lawful, pipelines
 from autoplan.spec.axes import SEARCHED
 from autoplan.spec.axis import MAX_DEGREE
 from autoplan.spec.enums import NARROW_PRECISIONS, Schedule, Sharding
-from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
-from autoplan.spec.plan import PlanBatch
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
+from autoplan.spec.plan import PlanBatch, batch_arrays
 from autoplan.spec.problem import Problem
 
 HALF_BYTES = 2  # of gradients and weights that are exchanged, unless these are quantised
@@ -47,6 +46,13 @@ class Rates(NamedTuple):
     most: Floats  # upper bound on sequences per second of all replicas
     chunks: Ints  # virtual stages with which they do
     end_s: Floats  # lower bound on the end of a step
+
+
+class Form(NamedTuple):
+    """Equal pipelines and the degrees of their axes."""
+
+    way: Pipelines
+    cell: Cell
 
 
 class Candidate(NamedTuple):
@@ -110,9 +116,9 @@ class MixedSpace:
         recomputes = tuple(choice for choice in first.recomputes if not choice.startswith("full:"))
         return replace(first.where(**words), recomputes=recomputes or first.recomputes[:1])
 
-    def ways(self, parts: Sequence[int]) -> Ways | None:
-        """Return the ways of a group of parts to form equal pipelines, with their axes; None if there are none."""
-        problem, limits, first = self.problem, self.limits_of(parts), self.spaces[parts[0]]
+    def forms(self, parts: Sequence[int]) -> list[Form]:
+        """Return the forms of equal pipelines on a group of parts, with the degrees of their axes."""
+        problem, limits, first, forms = self.problem, self.limits_of(parts), self.spaces[parts[0]], list[Form]()
         degrees = {
             part: [
                 tp
@@ -121,7 +127,6 @@ class MixedSpace:
             ]
             for part in parts
         }
-        by_shape: dict[tuple[int, int], list[tuple[Pipelines, Cell]]] = defaultdict(list)
         for cp in filter(lambda cp: limits.admits("cp", cp), divisors(problem.training.seq_len)):
             for way in pipelines(problem, parts, self.global_batch, degrees, cp):
                 if not limits.admits("pp", len(way.places)) or (self.equal.tp and not way.has_one_tp):
@@ -130,22 +135,29 @@ class MixedSpace:
                 for ep, etp in expert_degrees(problem.model, first.limits, tp, way.count * cp * tp, 1):
                     if all(way.count * cp * degree % (ep * min(etp, degree)) == 0 for _, degree in way.places):
                         degrees_of = {"pp": len(way.places), "tp": tp, "cp": cp, "ep": ep, "etp": etp}
-                        cell = Cell(**degrees_of, dp_replicate=1, dp_shard=way.count)
-                        # Replicas may have different numbers of micro-batches if these do not divide evenly.
-                        share, remainder = divmod(self.global_batch, way.count)
-                        batch = way.count * 2 ** (share.bit_length() - 1) if remainder else self.global_batch
-                        by_shape[batch, cell.pp * tp * cp * way.count].append((way, cell))
+                        forms.append(Form(way, Cell(**degrees_of, dp_replicate=1, dp_shard=way.count)))
+        return forms
+
+    def ways(self, parts: Sequence[int], of_parts: Sequence[Form]) -> Ways | None:
+        """Return the ways of a group of parts to form these pipelines, with their axes; None if there are none."""
+        limits, first = self.limits_of(parts), self.spaces[parts[0]]
+        by_shape: dict[tuple[int, int], list[Form]] = defaultdict(list)
+        for way, cell in of_parts:
+            # Replicas may have different numbers of micro-batches if these do not divide evenly.
+            share, remainder = divmod(self.global_batch, way.count)
+            batch = way.count * 2 ** (share.bit_length() - 1) if remainder else self.global_batch
+            by_shape[batch, cell.pp * cell.tp * cell.cp * way.count].append(Form(way, cell))
         forms: list[Pipelines] = []
         batches, owners = [], []
-        for (batch, num_devices), pairs in by_shape.items():
+        for (batch, num_devices), alike in by_shape.items():
             workload = replace(first.workload, num_devices=num_devices)
             space = replace(first, workload=workload, limits=replace(limits, global_batches=(batch,)))
-            cells = [cell for _, cell in pairs]
+            cells = [cell for _, cell in alike]
             kinds, of_group = space.kinds(cells, *(groups := space.groups(cells)))
             for rows, scheduled in self._scheduled(space, parts, kinds):
                 owners.append((groups[1][of_group] + len(forms))[rows])
                 batches.append(scheduled)
-            forms += [way for way, _ in pairs]
+            forms += [way for way, _ in alike]
         if not owners:
             return None
         form, kinds = np.concatenate(owners), PlanBatch.concatenate(batches)
@@ -165,13 +177,7 @@ class MixedSpace:
             num_devices=stages[form] * kinds.cp,
             most_rate=none,
         )
-        return self._bounded(ways)
-
-    def device_rates(self) -> tuple[float, ...]:
-        """Return the most sequences per second and device of every part; of one without ways that of the best."""
-        of_parts = [self.ways((part,)) for part in range(len(self.spaces))]
-        rates = [0.0 if ways is None else float((ways.most_rate / ways.num_devices).max()) for ways in of_parts]
-        return tuple(rate or max(rates) or np.inf for rate in rates)
+        return ways
 
     def _fills_one_part(self, way: Pipelines) -> bool:
         (part, tp), *deeper = way.places
@@ -210,21 +216,7 @@ class MixedSpace:
 
     def admits(self, plans: Sequence[MixedPlan]) -> Bools:
         """Return which plans obey the limits and their framework's rules, stage by stage."""
-        if not plans:
-            return np.empty(0, dtype=np.bool_)
-        stages = [
-            (at, kind.stages[stage].part, as_parallel(self.problem, plan, kind, kind.stages[stage].tp))
-            for at, plan in enumerate(plans)
-            for kind in plan.kinds
-            for stage in {(stage.part, stage.tp): place for place, stage in enumerate(kind.stages)}.values()
-        ]
-        owner, parts, parallel = zip(*stages, strict=True)
-        batch, space = PlanBatch.of(parallel, self.problem.model.num_layers), self.spaces[0]
-        lawful = np.ones(len(plans), dtype=np.bool_)
-        np.logical_and.at(lawful, np.array(owner), legal_on_own_devices(space.rules, space.workload, batch))
-        for at, part, plan in zip(owner, parts, parallel, strict=True):
-            lawful[at] &= all(self.spaces[part].limits.admits(axis, getattr(plan, axis)) for axis in COUNTS)
-        return lawful
+        return lawful(self.problem, self.spaces[0].rules, plans, [space.limits for space in self.spaces])
 
     def chunks(self, parts: Sequence[int], pp: int, schedule: Schedule) -> tuple[int, ...]:
         """Return the possible numbers of virtual stages of a schedule on this many stages, ascending."""
@@ -235,54 +227,53 @@ class MixedSpace:
             if pp * vp <= num_layers and limits.admits("vp", vp) and schedule in schedules_of(limits, pp, vp)
         )
 
-    def _bounded(self, ways: Ways) -> Ways:
-        """Add bounds to the ways: alone, and combined with other groups, whose replicas share the sharded states.
+    def bounded(self, ways: Ways, within_s: float = np.inf) -> Ways:
+        """Return the ways whose plans may take less than `within_s`, with these bounds.
 
         Interleaved ways get the number of virtual stages with the smallest bound.
         """
-        kinds, num_parts = ways.kinds, len(self.spaces)
-        if len(ways.parts) > 1:  # plans of a single part come from its own space
-            costs = self._costs(ways, kinds.dp_shard)
-            passes_s, chunks = self._passes_s(
-                ways, -(-self.global_batch // (kinds.dp_shard * kinds.micro_batch)), costs, costs
-            )
-            # Interleaved pipelines run whole rounds of micro-batches.
-            rounds = np.where(kinds.schedule == Schedule.INTERLEAVED.code, kinds.pp, 1)
-            least_s = (1.0 + straggler_share(ways.num_devices)) * (self._rest_s(ways, costs) + passes_s)
-            least_s = np.where(self.global_batch % (kinds.micro_batch * rounds) == 0, least_s, np.inf)
-            ways = replace(ways, kinds=replace(kinds, vp=chunks), least_s=least_s)
-        if len(ways.parts) < num_parts:
-            rates = self.rates(ways, np.full(len(ways.form), self.problem.cluster.num_devices))
-            chunks = rates.chunks if len(ways.parts) == 1 else ways.kinds.vp
-            ways = replace(ways, kinds=replace(ways.kinds, vp=chunks), most_rate=rates.most)
-        return ways
+        kinds, costs = ways.kinds, self._costs(ways, ways.kinds.dp_shard)
+        prices, slower = Prices(costs, costs), 1.0 + straggler_share(ways.num_devices)
+        rest_s = self.rest_s(ways, prices)
+        # Interleaved pipelines run whole rounds of micro-batches.
+        rounds = np.where(kinds.schedule == Schedule.INTERLEAVED.code, kinds.pp, 1)
+        most_s = np.where(self.global_batch % (kinds.micro_batch * rounds) == 0, within_s / slower - rest_s, 0.0)
+        m = -(-self.global_batch // (kinds.dp_shard * kinds.micro_batch))
+        passes_s, chunks = self._passes_s(ways, m, prices, most_s)
+        ways = replace(ways, kinds=replace(kinds, vp=chunks), least_s=slower * (rest_s + passes_s))
+        return ways.take(np.flatnonzero(np.isfinite(passes_s)))
 
-    def rates(self, ways: Ways, num_replicas: Ints, within_s: float = np.inf) -> Rates:
-        """Return rates of every way in combined steps of `within_s` or less, with states shared evenly by all replicas.
+    def prices(self, ways: Ways, replicas: Ints) -> Prices:
+        """Return lower bounds on the prices of ways in plans of this many replicas, which share the states evenly."""
+        states = self._costs(ways, replicas)
+        # Replicas with parameters in host memory read less each if they are more, all that gathers takes longer.
+        rows = np.flatnonzero((ways.kinds.sharding > Sharding.ZERO1.code) | (ways.kinds.offload > 0))
+        if not len(rows):
+            return Prices(states, states)
+        few = self._costs(ways.take(rows), ways.kinds.dp_shard[rows])
+        return Prices({part: _shorter(few[part], cost, rows) for part, cost in states.items()}, states)
+
+    def floor_s(self, ways: Ways, prices: Prices) -> Floats:
+        """Return the time of a micro-batch if the stages of a pipeline shared its layers by their speed."""
+        per_s, num_layers = np.zeros(len(ways.form)), self.problem.model.num_layers
+        for part, cost in prices.costs.items():
+            stages = np.array([sum(at == part for at, _ in form.places) for form in ways.forms])[ways.form]
+            layer_s = self.problem.calibrations[part].overall * both_passes_s(cost).min(axis=1)
+            per_s += stages / layer_s
+        return num_layers / per_s
+
+    def rates(self, ways: Ways, prices: Prices, within_s: float = np.inf, least: float = 0.0) -> Rates:
+        """Return rates of every way in combined steps of `within_s` or less, 0 where they are below `least`.
 
         Rates grow with the micro-batches, whose number is bounded by `most_rate` in that time.
         """
-        costs, states = (self._costs(ways, number) for number in (ways.kinds.dp_shard, num_replicas))
-        costs = {part: _shorter(cost, states[part]) for part, cost in costs.items()}
         size = ways.kinds.dp_shard * ways.kinds.micro_batch
         m = -(-self.global_batch // size)
         if within_s < np.inf:
             m = np.clip((ways.most_rate * within_s / size + ROUNDING).astype(np.int64), 1, m)
-        passes_s, chunks = self._passes_s(ways, m, costs, states)
-        return Rates(most=m * size / passes_s, chunks=chunks, end_s=self._rest_s(ways, states))
-
-    def layouts(self, candidate: Candidate, within_s: float) -> Iterator[tuple[Structure, tuple[int, ...]]]:
-        """Yield the structures and layers of stages with which plans of a single group may take `within_s` or less."""
-        (group,), (row,), structure = candidate.groups, candidate.rows, self.structure(candidate)
-        ways = group.take(np.array([row]))
-        kinds, costs = ways.kinds, self._costs(ways, ways.kinds.dp_shard)
-        m = -(-self.global_batch // (kinds.dp_shard * kinds.micro_batch))
-        passes_s = within_s / (1.0 + straggler_share(ways.num_devices)) - self._rest_s(ways, costs)
-        for vp in self.chunks(ways.parts, int(kinds.pp[0]), structure.kinds[0].schedule):
-            bounds = PipelineBounds.of(self, ways, costs, costs, (vp,))
-            (most,) = bounds.layers_within(m, passes_s).tolist()
-            of_vp = replace(structure, kinds=(replace(structure.kinds[0], vp=vp),))
-            yield from ((of_vp, layers) for layers in spread_layers(self.problem.model.num_layers, vp, most))
+        most_s = m * size / least if least > 0 else np.full(len(m), np.inf)
+        passes_s, chunks = self._passes_s(ways, m, prices, most_s)
+        return Rates(most=m * size / passes_s, chunks=chunks, end_s=self.rest_s(ways, prices))
 
     def exchange_s(self, groups: Sequence[Ways]) -> float:
         """Lower bound on the exchange of gradients and updated weights between groups on parts that are far apart."""
@@ -303,31 +294,30 @@ class MixedSpace:
             seconds.append(min(calibration.overall, 1.0) * sent_bytes / rate)
         return max(seconds)
 
-    def _rest_s(self, ways: Ways, costs: dict[int, KindCosts]) -> Floats:
+    def rest_s(self, ways: Ways, prices: Prices) -> Floats:
         """Time of the end of a step on the fastest part."""
         overall = min(self.problem.calibrations[part].overall for part in ways.parts)
-        return overall * np.min([cost.times.rest_s for cost in costs.values()], axis=0)
+        return overall * np.min([cost.times.rest_s for cost in prices.states.values()], axis=0)
 
-    def _passes_s(
-        self, ways: Ways, num_microbatches: Ints, costs: dict[int, KindCosts], states: dict[int, KindCosts]
-    ) -> tuple[Floats, Ints]:
-        """Return (lower bound on the passes of this many micro-batches, the virtual stages that attain it)."""
+    def _passes_s(self, ways: Ways, num_microbatches: Ints, prices: Prices, most_s: Floats) -> tuple[Floats, Ints]:
+        """Return (lower bound on the passes of this many micro-batches, the virtual stages that attain it).
+
+        It is infinite if it is above `most_s`.
+        """
         time_s, chunks = np.full(len(ways.form), np.inf), ways.kinds.vp.copy()
         stages = np.array([len(form.places) for form in ways.forms])[ways.form]
+        is_open = num_microbatches * self.floor_s(ways, prices) <= most_s
         for pp, code in itertools.product(np.unique(stages).tolist(), np.unique(ways.kinds.schedule).tolist()):
-            rows = np.flatnonzero((stages == pp) & (ways.kinds.schedule == code))
+            rows = np.flatnonzero(is_open & (stages == pp) & (ways.kinds.schedule == code))
             if not len(rows):
                 continue
             counts = self.chunks(ways.parts, pp, SCHEDULES[code])
-            prices, state_prices = (
-                {part: cost.take(rows) for part, cost in table.items()} for table in (costs, states)
-            )
-            of_counts = PipelineBounds.of(self, ways.take(rows), prices, state_prices, counts).least_s(
+            of_counts = PipelineBounds.of(self, ways.take(rows), prices.take(rows), counts).least_s(
                 np.tile(num_microbatches[rows], len(counts))
             )
             of_counts = of_counts.reshape(len(counts), -1)
             time_s[rows], chunks[rows] = of_counts.min(axis=0), np.array(counts)[of_counts.argmin(axis=0)]
-        return time_s, chunks
+        return np.where(time_s <= most_s, time_s, np.inf), chunks
 
     def _costs(self, ways: Ways, replicas: Ints) -> dict[int, KindCosts]:
         """Return the prices of all ways on every part, if this many replicas share the states."""
@@ -339,29 +329,30 @@ class MixedSpace:
             batch = replace(kinds, tp=tp, sp=divides & limits.sequence_parallel, etp=etp, dp_shard=replicas)
             batch = replace(batch, global_batch=kinds.global_batch // kinds.dp_shard * replicas)
             batch = _with_schedule(batch, Schedule.ONE_F_ONE_B, 1, limits)  # bounds of layers hold for all schedules
+            first, of_way = batch.distinct(*batch_arrays())
+            batch = batch.take(first)
             as_if, overall = problem.as_if(part, frozenset(ways.parts)), problem.calibrations[part].overall
             # Messages between neighbours on one part, for the fewest replicas.
             near = replace(batch, pp=np.minimum(batch.pp, 2), dp_shard=np.ones_like(batch.pp))
             sent_s = overall * message_s(as_if, near)
             own = kind_costs(as_if, batch)
             fixed_bytes = own.memory.fixed_bytes + _transient_bytes(as_if, batch)
-            costs[part] = replace(
+            own = replace(
                 own,
                 times=replace(own.times, message_s=sent_s),
                 memory=replace(own.memory, fixed_bytes=fixed_bytes),
             )
+            costs[part] = own.take(of_way)
         return costs
 
 
-def _shorter(few: KindCosts, many: KindCosts) -> KindCosts:
-    """Return the prices of `few` replicas with the layers' times of `many` where these are shorter.
-
-    Replicas whose parameters are in host memory read a smaller share each if they are more, for all that gathers take
-    longer.
-    """
-    layer_s = np.minimum(few.times.layer_s, many.times.layer_s)
-    forward_share = np.maximum(few.times.forward_s / few.times.layer_s, many.times.forward_s / many.times.layer_s)
-    return replace(few, times=replace(few.times, layer_s=layer_s, forward_s=forward_share * layer_s))
+def _shorter(few: KindCosts, many: KindCosts, rows: Ints) -> KindCosts:
+    """Return the prices of `many` replicas, at some rows with the layers' times of `few` where these are shorter."""
+    layer_s, forward_s, of_rows = many.times.layer_s.copy(), many.times.forward_s.copy(), many.times.take(rows)
+    layer_s[rows] = np.minimum(few.times.layer_s, of_rows.layer_s)
+    share = np.maximum(few.times.forward_s / few.times.layer_s, of_rows.forward_s / of_rows.layer_s)
+    forward_s[rows] = share * layer_s[rows]
+    return replace(many, times=replace(many.times, layer_s=layer_s, forward_s=forward_s))
 
 
 def _with_schedule(kinds: PlanBatch, schedule: Schedule, vp: int, limits: Limits) -> PlanBatch:

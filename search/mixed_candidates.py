@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from operator import attrgetter
 
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints, add_up
 from autoplan.cost.step import straggler_share
-from autoplan.search.mixed_bounds import Candidate, MixedSpace
+from autoplan.search.mixed_bounds import Candidate, Form, MixedSpace
 from autoplan.search.mixed_pipeline_bounds import BISECTIONS, ROUNDING, Ways
 from autoplan.search.structures import groupings
 from autoplan.spec.axes import COLUMNS, USUAL_SCHEDULES
@@ -33,37 +34,115 @@ _SHARED = (
 )
 
 
-def candidates_of(space: MixedSpace) -> dict[tuple[frozenset[int], bool], list[Candidate]]:
+Candidates = dict[tuple[frozenset[int], bool], list[Candidate]]  # by the parts in use, and whether in several groups
+
+
+def candidates_of(space: MixedSpace, within_s: float = np.inf) -> Candidates:
     """Return the structures of every set of several parts, in one or several groups, smallest bounds first."""
+    return spanning(space, within_s) | beside(space, within_s)
+
+
+def spanning(space: MixedSpace, within_s: float) -> Candidates:
+    """Return the structures of pipelines that span several parts, with bounds below `within_s`."""
+    result: Candidates = {}
+    for group in _groups(space):
+        if len(group) > 1 and (ways := space.ways(group, space.forms(group))) is not None:
+            ways = space.bounded(ways, within_s)
+            order = np.argsort(ways.least_s, kind="stable").tolist()
+            result[frozenset(group), False] = [Candidate(float(ways.least_s[at]), (ways,), (at,)) for at in order]
+    return {key: of_parts for key, of_parts in result.items() if of_parts}
+
+
+def _groups(space: MixedSpace) -> Iterator[tuple[int, ...]]:
+    """Yield all groups of parts."""
     parts = range(len(space.spaces))
-    ways = {
-        group: of_group
-        for size in range(1, len(parts) + 1)
-        for group in itertools.combinations(parts, size)
-        if (of_group := space.ways(group)) is not None
-    }
-    by_parts: dict[tuple[frozenset[int], bool], list[Candidate]] = defaultdict(list)
-    for group, of_group in ways.items():
-        if len(group) > 1:
-            by_parts[frozenset(group), False] += [
-                Candidate(float(of_group.least_s[at]), (of_group,), (at,))
-                for at in np.flatnonzero(np.isfinite(of_group.least_s)).tolist()
-            ]
+    return itertools.chain.from_iterable(itertools.combinations(parts, size) for size in range(1, len(parts) + 1))
+
+
+def beside(space: MixedSpace, within_s: float) -> Candidates:
+    """Return the structures of groups beside each other, with bounds below `within_s`."""
     between, vendors = space.problem.cluster.between, space.problem.cluster.vendors
-    for grouping in groupings(parts):
-        if len(grouping) > 1 and all(group in ways for group in grouping):
-            of_vendors = {vendors[part] for part, *rest in grouping if not rest}
-            if len(of_vendors) > 1 and not between.cross_vendor_collectives:
-                continue
+    together = []
+    for grouping in groupings(range(len(space.spaces))):
+        of_vendors = {vendors[part] for part, *more in grouping if not more}
+        if len(grouping) > 1 and (len(of_vendors) == 1 or between.cross_vendor_collectives):
+            together.append(grouping)
+    rated = _rated(space, together, within_s)
+    result: Candidates = defaultdict(list)
+    for grouping in together:
+        if all(group in rated for group in grouping):
             used = frozenset(itertools.chain(*grouping))
-            by_parts[used, True] += _joined(space, [ways[group] for group in grouping])
-    return {key: sorted(of_parts, key=attrgetter("least_s")) for key, of_parts in by_parts.items() if of_parts}
+            joined = _joined(space, [rated[group] for group in grouping])
+            result[used, True] += [candidate for candidate in joined if candidate.least_s < within_s]
+    return {key: sorted(of_parts, key=attrgetter("least_s")) for key, of_parts in result.items() if of_parts}
+
+
+def _rated(
+    space: MixedSpace, together: Sequence[tuple[tuple[int, ...], ...]], within_s: float
+) -> dict[tuple[int, ...], Ways]:
+    """Return the ways of all groups with their rates beside others, where steps of less than `within_s` allow."""
+    ways: dict[tuple[int, ...], Ways] = {}
+    forms = {group: space.forms(group) for group in dict.fromkeys(itertools.chain(*together))}
+    for group, with_partners in _with_partners(space, together, forms).items():
+        if (found := space.ways(group, with_partners)) is not None:
+            ways[group] = found
+    prices = {
+        group: space.prices(of_group, np.full(len(of_group.form), space.problem.cluster.num_devices))
+        for group, of_group in ways.items()
+    }
+    most = {}
+    for group, of_group in ways.items():
+        floor_s = space.floor_s(of_group, prices[group])
+        most[group] = float((of_group.kinds.dp_shard * of_group.kinds.micro_batch / floor_s).max())
+    result = {}
+    for group, of_group in ways.items():
+        others = [
+            sum(most.get(other, 0.0) for other in grouping if other != group)
+            for grouping in together
+            if group in grouping
+        ]
+        rates = space.rates(of_group, prices[group], least=space.global_batch / within_s - max(others))
+        rows = np.flatnonzero(rates.most > 0)
+        result[group] = replace(of_group, kinds=replace(of_group.kinds, vp=rates.chunks), most_rate=rates.most).take(
+            rows
+        )
+    return {group: of_group for group, of_group in result.items() if len(of_group.form)}
+
+
+def _with_partners(
+    space: MixedSpace,
+    together: Sequence[tuple[tuple[int, ...], ...]],
+    forms: Mapping[tuple[int, ...], Sequence[Form]],
+) -> dict[tuple[int, ...], list[Form]]:
+    """Return the forms of every group for which other groups have equal ones, if replicas must be equal.
+
+    If their micro-batches must be equal too, all replicas together have to divide the batch.
+    """
+    if not space.equal.replicas:
+        return {group: list(of_group) for group, of_group in forms.items()}
+
+    def key(form: Form) -> tuple[int, ...]:
+        return form.cell.pp, form.cell.cp, form.cell.tp if space.equal.tp else 0
+
+    counts: dict[tuple[int, ...], dict[tuple[int, ...], set[int]]] = {}
+    for group, of_group in forms.items():
+        counts[group] = defaultdict(set)
+        for form in of_group:
+            counts[group][key(form)].add(form.way.count)
+    kept: set[tuple[tuple[int, ...], tuple[int, ...], int]] = set()
+    for grouping in together:
+        for alike in counts[grouping[0]].keys() & set.intersection(*(set(counts[group]) for group in grouping)):
+            for numbers in itertools.product(*(counts[group][alike] for group in grouping)):
+                if not space.equal.batches or space.global_batch % sum(numbers) == 0:
+                    kept |= {(group, alike, number) for group, number in zip(grouping, numbers, strict=True)}
+    return {
+        group: [form for form in of_group if (group, key(form), form.way.count) in kept]
+        for group, of_group in forms.items()
+    }
 
 
 def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
     """Yield structures of combined groups, using the ways with the highest rates of each group."""
-    if not all(ways.most_rate.any() for ways in groups):
-        return
     tables, about_s = [], ABOUT * space.global_batch / sum(float(ways.most_rate.max()) for ways in groups)
     for ways in groups:
         by_axes: dict[tuple[int, ...], dict[object, int]] = defaultdict(dict)
@@ -87,11 +166,14 @@ def _joined(space: MixedSpace, groups: Sequence[Ways]) -> Iterator[Candidate]:
     max_choices = max(round((MAX_JOINT / max(len(keys), 1)) ** (1 / len(groups))), MIN_JOINT)
     overhead_s = min(calibration.overall for calibration in space.problem.calibrations)
     overhead_s *= space.problem.framework.host.step_overhead_s
-    choices = [
-        rows
-        for key in sorted(keys)
-        for rows in itertools.product(*(itertools.islice(table[key].values(), max_choices) for table in tables))
-    ]
+    # Where no matrix is split, experts are both.
+    choices = list(
+        dict.fromkeys(
+            rows
+            for key in sorted(keys)
+            for rows in itertools.product(*(itertools.islice(table[key].values(), max_choices) for table in tables))
+        )
+    )
     picks = np.array(choices, dtype=np.int64).reshape(-1, len(groups))
     rates = [ways.most_rate[rows] for ways, rows in zip(groups, picks.T, strict=True)]
     for time_s, rows in zip(_joint_s(space, groups, picks, rates, overhead_s).tolist(), choices, strict=True):
@@ -104,49 +186,64 @@ def _joint_s(
 ) -> Floats:
     """Time of groups with these ways and rates for the batch, with equal whole micro-batches within a group.
 
-    Infinite where all replicas need equal numbers of micro-batches, which do not add up to the batch.
+    Infinite where all replicas need equal numbers of micro-batches, which do not add up to the batch, or a group has no
+    plan.
     """
-    chosen, global_batch = list(zip(groups, picks.T, rates, strict=True)), space.global_batch
+    runs, global_batch = np.flatnonzero(np.min(rates, axis=0) > 0), space.global_batch
+    chosen = [(ways, rows[runs], rate[runs]) for ways, rows, rate in zip(groups, picks.T, rates, strict=True)]
     if space.equal.batches:
         sizes = [_round(ways, rows) for ways, rows, _ in chosen]
-        number = global_batch / add_up(sizes)
-        rows = np.flatnonzero((number % 1 == 0) & np.all([rate > 0 for rate in rates], axis=0))
-        low, times_s = np.full(len(picks), np.inf), zip(sizes, rates, strict=True)
-        low[rows] = np.max([number[rows] * size[rows] / rate[rows] for size, rate in times_s], axis=0)
+        number, times_s = global_batch / add_up(sizes), zip(sizes, chosen, strict=True)
+        within_s = np.max([number * size / rate for size, (_, _, rate) in times_s], axis=0)
+        within_s = np.where(number % 1 == 0, within_s, np.inf)
     else:
-        low = global_batch / add_up(rates)
-        high = 2.0 * low
+        within_s = global_batch / add_up(rate for _, _, rate in chosen)
+        high = 2.0 * within_s
         for _ in range(BISECTIONS):
-            middle = (low + high) / 2
+            middle = (within_s + high) / 2
             enough = add_up(_done(ways, middle, rows, rate) for ways, rows, rate in chosen) >= global_batch
-            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    num_devices = np.sum([ways.num_devices[rows] for ways, rows, _ in chosen], axis=0)
+            within_s, high = np.where(enough, within_s, middle), np.where(enough, middle, high)
+    low = np.full(len(picks), np.inf)
+    low[runs] = within_s
+    num_devices = np.sum([ways.num_devices[rows] for ways, rows in zip(groups, picks.T, strict=True)], axis=0)
     work_s = np.asarray((1.0 + straggler_share(num_devices)) * (end_s + low))
     return np.maximum(work_s, space.exchange_s(groups))
 
 
-def fastest_s(space: MixedSpace, candidates: Sequence[Candidate], within_s: float) -> float:
-    """Lower bound on plans of the candidates that take less than `within_s`, tighter than the candidates' bounds.
+def sharper(space: MixedSpace, candidates: Sequence[Candidate], within_s: float) -> list[Candidate]:
+    """Return the candidates with bounds below `within_s`, tightened for plans that take less than that; in their order.
 
     Accounts for filling and draining of pipelines with the actual number of micro-batches.  At least one group has an
-    even share of states or more, which its replicas store and update.
+    even share of states or more, which its replicas store and update; all have where replicas must be equal.
     """
-    times_s = [candidate.least_s for candidate in candidates if len(candidate.groups) == 1]
     joined: dict[tuple[tuple[int, ...], ...], list[Candidate]] = defaultdict(list)
     for candidate in candidates:
-        if len(candidate.groups) > 1:
-            joined[tuple(ways.parts for ways in candidate.groups)].append(candidate)
-    for alike in joined.values():
+        joined[tuple(ways.parts for ways in candidate.groups)].append(candidate)
+    result: list[Candidate] = []
+    for parts, alike in joined.items():
+        if len(parts) == 1:
+            result += alike
+            continue
         groups, picks = alike[0].groups, np.array([candidate.rows for candidate in alike])
         chosen = [ways.take(rows) for ways, rows in zip(groups, picks.T, strict=True)]
         num_replicas = np.sum([ways.kinds.dp_shard for ways in chosen], axis=0)
-        num_devices = np.full_like(num_replicas, space.problem.cluster.num_devices)
-        rates = [space.rates(ways, num_devices, within_s).most for ways in chosen]
-        for at, ways in enumerate(chosen):
-            own = space.rates(ways, num_replicas, within_s)
-            own_rates = [*rates[:at], own.most, *rates[at + 1 :]]
-            times_s.append(float(_joint_s(space, groups, picks, own_rates, own.end_s).min()))
-    return min(times_s, default=np.inf)
+        even = [space.rates(ways, space.prices(ways, num_replicas), within_s) for ways in chosen]
+        if space.equal.replicas:
+            ends_s = np.max([own.end_s for own in even], axis=0)
+            times_s = _joint_s(space, groups, picks, [own.most for own in even], ends_s)
+        else:
+            num_devices = np.full_like(num_replicas, space.problem.cluster.num_devices)
+            rates = [space.rates(ways, space.prices(ways, num_devices), within_s).most for ways in chosen]
+            of_one = [
+                _joint_s(space, groups, picks, [*rates[:at], own.most, *rates[at + 1 :]], own.end_s)
+                for at, own in enumerate(even)
+            ]
+            times_s = np.min(of_one, axis=0)
+        result += [
+            candidate._replace(least_s=max(time_s, candidate.least_s))
+            for candidate, time_s in zip(alike, times_s.tolist(), strict=True)
+        ]
+    return sorted((candidate for candidate in result if candidate.least_s < within_s), key=attrgetter("least_s"))
 
 
 def _done(ways: Ways, time_s: Floats | float, rows: Ints | slice, rate: Floats) -> Floats:

@@ -10,21 +10,25 @@ from dataclasses import replace
 from autoplan.base.errors import AutoplanError
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.mixed.stages import mixed_stages
+from autoplan.frameworks.registry import book_of
 from autoplan.search.ranking import TIE
+from autoplan.search.structures import lawful
 from autoplan.spec.axes import DEFAULT_RECOMPUTE_MODULES
-from autoplan.spec.enums import Recompute, Sharding
+from autoplan.spec.enums import Recompute, Schedule, Sharding
 from autoplan.spec.explanation import MixedExplanation, MixedNeighbour
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, MixedStage, ReplicaKind, check_mixed
+from autoplan.spec.plan import even_chunks
 from autoplan.spec.plan_file import MixedPlanFile
 
 MAX_ALTERNATIVES = 3
+_OTHER_CHUNKS = (1, 2, 4)  # virtual stages
 
 Change = tuple[str, str, str]
 
 
 def explain_mixed(problem: MixedProblem, file: MixedPlanFile) -> MixedExplanation:
     """Explain the best plan of `file`: time and memory of its stages, and the step of neighbouring plans."""
-    changed = dict(_neighbours(problem, file.best.plan))
+    changed = _neighbours(problem, file.best.plan)
     best, *changed_costs = estimate_mixed(problem, [file.best.plan, *changed])
     neighbours = [
         MixedNeighbour(change=change, plan=changed_cost, ratio=best.sequences_per_s / changed_cost.sequences_per_s)
@@ -50,8 +54,9 @@ def _worth_showing(neighbours: Iterable[MixedNeighbour]) -> tuple[MixedNeighbour
     return tuple(fastest.values())
 
 
-def _neighbours(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedPlan, Change]]:
-    """Yield the plans with one change that can be priced."""
+def _neighbours(problem: MixedProblem, plan: MixedPlan) -> dict[MixedPlan, Change]:
+    """Return the plans with one change that the framework runs and that can be priced."""
+    changed: dict[MixedPlan, Change] = {}
     for change, fields in _changes(plan):
         try:
             changed_plan = replace(plan, **fields)  # type: ignore[arg-type]
@@ -59,7 +64,9 @@ def _neighbours(problem: MixedProblem, plan: MixedPlan) -> Iterator[tuple[MixedP
         except AutoplanError:
             continue
         if changed_plan != plan:
-            yield changed_plan, change
+            changed[changed_plan] = change
+    runs = lawful(problem, book_of(problem.framework).rules, list(changed))
+    return dict(itertools.compress(changed.items(), runs))
 
 
 def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
@@ -73,6 +80,11 @@ def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
         unshared = tuple(replace(kind, state_share=None) for kind in plan.kinds)
         kinds = unshared if sharding == "none" else plan.kinds
         yield ("sharding", common.sharding, sharding), {"common": replace(common, sharding=sharding), "kinds": kinds}
+    for schedule, vp in itertools.product(Schedule, _OTHER_CHUNKS):
+        if all(min(stage.layers for stage in kind.stages) >= vp for kind in plan.kinds):
+            kinds = tuple(_in_chunks(kind, vp) for kind in plan.kinds)
+            in_schedule = replace(plan, kinds=kinds, schedule=schedule)
+            yield ("schedule", _schedule(plan), _schedule(in_schedule)), {"kinds": kinds, "schedule": schedule}
     for at, kind in enumerate(plan.kinds):
         letter = plan.letters[at]
         of = f" of {letter}" if letter else ""
@@ -80,6 +92,21 @@ def _changes(plan: MixedPlan) -> Iterator[tuple[Change, dict[str, object]]]:
             yield (f"{axis}{of}", before, after), {"kinds": (*plan.kinds[:at], changed_kind, *plan.kinds[at + 1 :])}
     for giver, taker in itertools.permutations(range(len(plan.kinds)), 2):
         yield from _shifted(plan, giver, taker)
+
+
+def _in_chunks(kind: ReplicaKind, vp: int) -> ReplicaKind:
+    """Return the replicas with this many virtual stages, if they have several stages."""
+    if len(kind.stages) == 1:
+        return kind
+    stages = (replace(stage, chunks=even_chunks(stage.layers, vp) if vp > 1 else ()) for stage in kind.stages)
+    return replace(kind, stages=tuple(stages))
+
+
+def _schedule(plan: MixedPlan) -> str:
+    """Return the schedule of the deepest pipelines, with its virtual stages."""
+    deepest = max(plan.kinds, key=lambda kind: len(kind.stages))
+    schedule, vp = plan.schedule_of(deepest), deepest.vp
+    return f"{schedule} {vp}" if schedule == Schedule.INTERLEAVED else schedule
 
 
 def _other_micro_batches(kind: ReplicaKind) -> Iterator[tuple[str, str, str, ReplicaKind]]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -49,6 +49,25 @@ class Ways(Rows):
     most_rate: Floats
 
 
+class Prices(NamedTuple):
+    """Prices of ways on every part: lower bounds on their times, and the memory and end of a step of the whole plan."""
+
+    costs: dict[int, KindCosts]
+    states: dict[int, KindCosts]
+
+    def take(self, rows: Ints) -> Prices:
+        """Return the prices of the ways at the given indices."""
+        costs = {part: cost.take(rows) for part, cost in self.costs.items()}
+        is_alike = self.costs is self.states
+        return Prices(costs, costs if is_alike else {part: cost.take(rows) for part, cost in self.states.items()})
+
+
+def both_passes_s(cost: KindCosts) -> Floats:
+    """Return both passes of a layer, with full recomputation: shape (kinds, sorts of layers)."""
+    repeats = cost.batch.recompute_num_layers == ALL_LAYERS
+    return cost.times.layer_s + repeats[:, None] * cost.times.repeat_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineBounds(Rows):
     """Pipelines with one number of stages, before layers are assigned: arrays of shape (ways, stages)."""
@@ -70,18 +89,21 @@ class PipelineBounds(Rows):
         cls,
         space: MixedSpace,
         ways: Ways,
-        costs: dict[int, KindCosts],
-        states: dict[int, KindCosts],
+        prices: Prices,
         counts: Sequence[int],
+        microbatches: Ints | None = None,
     ) -> PipelineBounds:
-        """Return the bounds of ways with one number of stages and the states of `states`, for each number of chunks."""
-        problem, places, schedule = space.problem, _Places.of(ways), tuple(Schedule)[ways.kinds.schedule[0]]
+        """Return the bounds of ways with one number of stages, for each number of chunks.
+
+        Stages hold as many micro-batches as they would of `microbatches`; by default, of those of the group alone.
+        """
+        if microbatches is None:
+            microbatches = next(iter(prices.states.values())).batch.num_microbatches
+        costs, problem, places = prices.costs, space.problem, _Places.of(ways)
+        schedule = tuple(Schedule)[ways.kinds.schedule[0]]
         passes, shares, least, heads = {}, {}, {}, {}
         for part, cost in costs.items():
-            overall = problem.calibrations[part].overall
-            layer_s = (
-                cost.times.layer_s + (cost.batch.recompute_num_layers == ALL_LAYERS)[:, None] * cost.times.repeat_s
-            )
+            overall, layer_s = problem.calibrations[part].overall, both_passes_s(cost)
             passes[part] = overall * layer_s.min(axis=1)
             shares[part] = (cost.times.forward_s / layer_s).max(axis=1)
             least[part] = (cost.times.forward_s / layer_s).min(axis=1)
@@ -90,8 +112,8 @@ class PipelineBounds(Rows):
         is_ring = schedule == Schedule.INTERLEAVED
         across = _across_s(problem, places, costs, is_ring=is_ring)
         messages = [cost.times.message_s for cost in costs.values()]
-        prices = (*passes.values(), *shares.values(), *least.values(), *across.values(), *messages, head_s)
-        _, alike = distinct_rows(ways.form, *(np.unique(price, return_inverse=True)[1] for price in prices))
+        times = (*passes.values(), *shares.values(), *least.values(), *across.values(), *messages, head_s)
+        _, alike = distinct_rows(ways.form, *(np.unique(seconds, return_inverse=True)[1] for seconds in times))
         pipelines = cls(
             prices=alike,
             leanest_s=places.spread(passes),
@@ -107,7 +129,7 @@ class PipelineBounds(Rows):
         )
         return replace(
             pipelines.take(np.tile(np.arange(len(alike)), len(counts))),
-            most_layers=_most_layers(space, places, states, schedule, counts),
+            most_layers=_most_layers(space, places, prices.states, schedule, counts, microbatches),
             chunks=np.repeat(counts, len(alike)),
         )
 
@@ -266,12 +288,16 @@ def _across_s(
 
 
 def _most_layers(
-    space: MixedSpace, places: _Places, costs: dict[int, KindCosts], schedule: Schedule, counts: Sequence[int]
+    space: MixedSpace,
+    places: _Places,
+    costs: dict[int, KindCosts],
+    schedule: Schedule,
+    counts: Sequence[int],
+    microbatches: Ints,
 ) -> Ints:
     """Largest number of layers per stage, for each count of chunks: shape (counts x ways, stages)."""
     problem, split = space.problem, space.spaces[0].limits.split
     num_layers, (ways, pp) = problem.model.num_layers, places.parts.shape
-    microbatches = next(iter(costs.values())).batch.num_microbatches
     of_rank = np.full(pp, 1) if schedule in V_SHAPED else np.arange(pp, 0, -1)
     live = microbatches[:, None] if schedule == Schedule.GPIPE else np.minimum(microbatches[:, None], of_rank)
     fixed, states, passes = {}, {}, {}

@@ -5,6 +5,7 @@ These follow from prices, which in turn depend on them, so a few rounds of prici
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,7 +17,7 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.pipeline.closed_forms import pipeline_s
 from autoplan.frameworks.registry import book_of
 from autoplan.search.balance import even_shares, min_max_layers, split_microbatches
-from autoplan.search.structures import NOTHING_EQUAL, Equal, StageKind, Structure, first_layers
+from autoplan.search.structures import NOTHING_EQUAL, Equal, Layout, StageKind, Structure, first_layers
 from autoplan.spec.axes import SEARCHED
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.estimate import RISKY_Z
@@ -25,7 +26,6 @@ from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.plan import even_chunks
 
 ROUNDS = 6
-_IN_STEP = (Sharding.ZERO2, Sharding.ZERO3)  # replicas communicate in every micro-batch
 
 Accepts = Callable[[Sequence[MixedPlan]], Sequence[bool]]
 
@@ -116,16 +116,16 @@ class Refiner:
             RefinedStructure(structure=draft.structure, cost=draft.cost) for draft in drafts if draft.cost
         )
 
-    def priced(self, layouts: Iterable[tuple[Structure, tuple[int, ...]]]) -> list[MixedCost]:
-        """Return the costs of all answers among structures of one kind with these layers."""
+    def priced(self, layouts: Iterable[Layout], within_s: float = np.inf) -> list[MixedCost]:
+        """Return the costs of answers below `within_s` among layouts, in which all replicas have the same layers."""
         plans = [
             plan
-            for structure, layers in layouts
-            if (rounds := self._split(structure, (), ())) and (plan := self._plan(structure, [layers], rounds, None))
+            for structure, layers, rounds in layouts
+            if (plan := self._plan(structure, [layers] * len(structure.kinds), rounds, None))
         ]
         self.num_priced += len(plans)
-        costs = zip(estimate_mixed(self.problem, plans), self.accepts(plans), strict=True)
-        return [cost for cost, is_answer in costs if is_answer]
+        costs = [cost for cost in estimate_mixed(self.problem, plans) if cost.step_s < within_s]
+        return list(itertools.compress(costs, self.accepts([cost.plan for cost in costs])))
 
     def ordered(self, refined: Iterable[RefinedStructure]) -> list[RefinedStructure]:
         """Return structures in the order of their best plans."""
@@ -138,8 +138,9 @@ class Refiner:
     def _first_plan(self, structure: Structure) -> MixedPlan | None:
         """Draft even layers, and micro-batches by number of devices, which need not add up to the batch yet."""
         layers = [first_layers(self.problem, len(kind.places)) for kind in structure.kinds]
-        if self._is_in_step(structure):
-            return self._plan(structure, layers, split, None) if (split := self._in_step(structure)) else None
+        if structure.is_in_step(self.equal):
+            in_step = structure.rounds_in_step(self.global_batch)
+            return self._plan(structure, layers, in_step, None) if in_step else None
         devices = [sum(tp for _, tp in kind.places) for kind in structure.kinds]
         total = sum(kind.count * size for kind, size in zip(structure.kinds, devices, strict=True))
         shares = [self.global_batch * size / total for size in devices]
@@ -201,7 +202,7 @@ class Refiner:
         stages = [stage for price in prices for stage in price.stages]
         work = tuple((stage.layers, stage.layer_s, stage.forward_s, stage.backward_s, stage.send_s) for stage in stages)
         structure, most = draft.structure, tuple(most_layers.tobytes() for most_layers in draft.most_layers)
-        key = structure.kinds, structure.micro_batches, self._is_in_step(structure), most, work
+        key = structure.kinds, structure.micro_batches, structure.is_in_step(self.equal), most, work
         if key not in self._shared_out:
             self._shared_out[key] = self._share_out(draft, prices)
         if (shared_out := self._shared_out[key]) is None:
@@ -236,9 +237,9 @@ class Refiner:
         self, structure: Structure, passes: Sequence[Floats], prices: Sequence[MixedKindCost]
     ) -> tuple[int, ...] | None:
         """Return the total rounds of micro-batches of every kind over all its replicas."""
-        if self._is_in_step(structure):
-            return self._in_step(structure)
-        sizes = [micro * kind.round for micro, kind in zip(structure.micro_batches, structure.kinds, strict=True)]
+        if structure.is_in_step(self.equal):
+            return structure.rounds_in_step(self.global_batch)
+        sizes = structure.sizes
         if len(structure.kinds) == 1:
             total, remainder = divmod(self.global_batch, sizes[0])
             return (total,) if not remainder and total >= structure.kinds[0].count else None
@@ -252,18 +253,6 @@ class Refiner:
             makespan, exposed, _ = pipeline_s(forward_s, backward_s, send_s, numbers, vp, overlaps=overlaps)
             tables.append(np.maximum.accumulate(makespan + exposed))
         return split_microbatches(tables, counts, sizes, self.global_batch)
-
-    def _is_in_step(self, structure: Structure) -> bool:
-        """Return whether all replicas have equal numbers of micro-batches."""
-        return structure.common.sharding in _IN_STEP or (self.equal.batches and len(structure.kinds) > 1)
-
-    def _in_step(self, structure: Structure) -> tuple[int, ...] | None:
-        """Return equal rounds of micro-batches for all replicas if they add up to the batch."""
-        counts = [kind.count for kind in structure.kinds]
-        sizes = (size * kind.round for size, kind in zip(structure.micro_batches, structure.kinds, strict=True))
-        together = sum(count * size for count, size in zip(counts, sizes, strict=True))
-        num_microbatches, remainder = divmod(self.global_batch, together)
-        return tuple(num_microbatches * count for count in counts) if num_microbatches and not remainder else None
 
     def _beside_layers(self, price: MixedKindCost, layer_s: Floats) -> tuple[Floats, Floats]:
         """Return every stage's time besides its layers, and its forward and backward pass."""

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.spreads import NORMAL_90
 from autoplan.search.choice import normal_z
 from autoplan.search.mixed_bounds import Candidate, MixedSpace
-from autoplan.search.mixed_candidates import MIN_JOINT, candidates_of, fastest_s
+from autoplan.search.mixed_candidates import MIN_JOINT, Candidates, beside, sharper, spanning
+from autoplan.search.mixed_layouts import open_layouts
 from autoplan.search.mixed_refinement import (
     Accepts,
     RefinedStructure,
@@ -31,12 +33,13 @@ from autoplan.search.mixed_refinement import (
     num_parts_of,
     order_of,
 )
+from autoplan.search.ranking import training_flops_per_token
 from autoplan.search.space import Space
-from autoplan.search.structures import MAX_STAGES, MIN_USED, NOTHING_EQUAL, Equal, Structure
+from autoplan.search.structures import MAX_STAGES, MIN_USED, NOTHING_EQUAL, Equal, Layout, Structure
 from autoplan.search.study import search
 from autoplan.spec.axes import USUAL_SCHEDULES
 from autoplan.spec.enums import Schedule
-from autoplan.spec.estimate import OOM_Z, RISKY_Z
+from autoplan.spec.estimate import OOM_Z, RISKY_Z, datasheet_peak
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedCertificate, MixedCost, MixedResult
 from autoplan.spec.problem import Problem
@@ -45,11 +48,12 @@ from autoplan.spec.search_result import SearchResult
 FIRST_FORMS = 16  # forms per set of parts, refined with the axes with the smallest bound
 KEPT_FORMS = 4  # of these, whose other axes are tried
 MAX_AXES = 16
-MAX_LAYOUTS = 512  # of single groups whose bounds leave them open, priced one by one
+MAX_LAYOUTS, FEW_LAYOUTS = 3000, 200  # whose bounds leave them open: priced at most, and at least so many together
 KEPT_PLANS = 20
-MUCH_OPEN = 0.15  # gap from which plans on fewer nodes are searched
-# Of clusters with one node less as many, and as many with another one less, where devices could be so much faster.
-MAX_FEWER, MUCH_SLOWER = 6, 1.5
+# Clusters with fewer nodes that are searched at most, those with the highest possible rates first: with a node less in
+# one part, and with more less where the gap is as large as this, or there are no more nodes than these.
+MAX_FEWER, MUCH_OPEN, FEW_NODES = 12, 0.15, 12
+MUCH_SLOWER = 1.5  # parts alone that are as much slower than the best plan are not searched with fewer nodes
 
 # Exclusions, for the certificate.
 LIMITS = (
@@ -76,37 +80,73 @@ def search_mixed(
 
     Plans that fit are ranked; if there are none, plans that may run out of memory, as on equal nodes.  `space_of`
     returns the plans of a single part; `accepts` says which plans the framework can start, of those with `equal` parts.
-    The simplest plan that is slower than the fastest by at most `margin`, a share, comes first.  Parts with fewer nodes
-    are searched too where the number of devices divides badly: the best plan leaves many idle, its bounds leave much
-    open, or a part alone does not share out the batch.
+    The simplest plan that is slower than the fastest by at most `margin`, a share, comes first.  Parts with a node less
+    are searched for faster plans too, as devices may divide badly; with more nodes less if these are few, the best plan
+    leaves many idle, its bounds leave much open, or a part alone does not share out the batch.
     """
+    searched: set[tuple[int, int]] = set()  # parts alone, each with its number of nodes
 
-    def find(problem: MixedProblem) -> MixedResult:
-        return _search_all(problem, global_batch, space_of, accepts, equal, margin)
+    def find(problem: MixedProblem, known_s: float, rates_alone: Sequence[float]) -> _Found:
+        own = [problem.alone(part) for part in range(len(problem.cluster.parts))]
+        spaces, numbers = tuple(map(space_of, own)), list(enumerate(_num_nodes(problem)))
+        results_alone: list[SearchResult | None] = []
+        for number, alone, space in zip(numbers, own, spaces, strict=True):
+            is_open = number not in searched and MUCH_SLOWER * rates_alone[number[0]] > global_batch / known_s
+            is_open = is_open and bool(space.cells())
+            results_alone.append(search(alone, space, margin=margin) if is_open else None)
+            searched.add(number)
+        for most_z in (RISKY_Z, OOM_Z):
+            mixed = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=equal, most_z=most_z)
+            found = _searched(mixed, results_alone, accepts, margin, known_s)
+            if found.result.ranked or known_s < np.inf:
+                break
+        return found
 
-    result = find(problem)
-    without_plan = [part for part, rate in enumerate(result.certificate.rates_alone) if rate == 0]
-    spaces = tuple(space_of(problem.alone(part)) for part in range(len(problem.cluster.parts)))
-    divides = all(len(spaces[part].groups(spaces[part].cells())[0]) for part in without_plan)
-    is_close = divides and result.certificate.gap < MUCH_OPEN
-    if is_close and result.ranked and result.ranked[0].plan.num_devices >= MIN_USED * problem.cluster.num_devices:
-        return result
-    space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=equal, most_z=RISKY_Z)
-    device_rates, results, wave = space.device_rates(), [result], [problem]
-    for ratio in (1.0, MUCH_SLOWER):
-        smaller = {_num_nodes(fewer): fewer for wider in wave for fewer in _with_fewer_nodes(wider)}
-        wave = sorted(smaller.values(), key=partial(_most_rate, device_rates), reverse=True)[:MAX_FEWER]
-        for fewer in wave:
-            best = max((found.ranked[0].sequences_per_s for found in results if found.ranked), default=0.0)
-            if ratio * best < _most_rate(device_rates, fewer):
-                found = find(fewer)
-                results.append(replace(found, ranked=_priced_on(problem, found)))
-    return best_of(results)
+    found = find(problem, np.inf, [np.inf] * len(problem.cluster.parts))
+    if len(problem.cluster.parts) == 1:
+        return found.result
+    certificate, results, open_rates = found.result.certificate, [found.result], [found.most_rate]
+    spaces = [space_of(problem.alone(part)) for part, rate in enumerate(certificate.rates_alone) if rate == 0]
+    divides = all(len(space.groups(space.cells())[0]) for space in spaces) and bool(results[0].ranked)
+    uses_most = divides and results[0].ranked[0].plan.num_devices >= MIN_USED * problem.cluster.num_devices
+    is_deep = certificate.gap >= MUCH_OPEN or not uses_most or problem.cluster.num_nodes <= FEW_NODES
+    fewer, tried = {_num_nodes(fewer): fewer for fewer in _with_fewer_nodes(problem)}, set[tuple[int, ...]]()
+    device_rates = _device_rates(problem)
+    rates_alone = [rate or np.inf for rate in certificate.rates_alone]
+    while fewer and len(tried) < MAX_FEWER:
+        number, most = max(
+            ((number, _most_rate(device_rates, smaller)) for number, smaller in fewer.items()), key=itemgetter(1)
+        )
+        best = max((result.ranked[0].sequences_per_s for result in results if result.ranked), default=0.0)
+        if most <= best:
+            break
+        smaller = fewer.pop(number)
+        tried.add(number)
+        on_smaller = find(smaller, global_batch / best if best else np.inf, rates_alone)
+        results.append(replace(on_smaller.result, ranked=_priced_on(problem, on_smaller.result, best)))
+        open_rates.append(on_smaller.most_rate)
+        if is_deep:
+            fewer |= {_num_nodes(less): less for less in _with_fewer_nodes(smaller) if _num_nodes(less) not in tried}
+    return best_of(results, open_rates)
+
+
+class _Found(NamedTuple):
+    """Result of a search in which every part in use has all of its devices in use."""
+
+    result: MixedResult
+    most_rate: float  # sequences per second that its bounds leave open, 0 if none
 
 
 def _num_nodes(problem: MixedProblem) -> tuple[int, ...]:
     """Return the number of nodes of every part."""
     return tuple(part.num_nodes for part in problem.cluster.parts)
+
+
+def _device_rates(problem: MixedProblem) -> list[float]:
+    """Return the sequences per second of a device of every part at its peak."""
+    training, parts = problem.training, problem.cluster.parts
+    flops = training.seq_len * training_flops_per_token(problem.model, training)
+    return [datasheet_peak(part.device, training.precision)[1] / flops for part in parts]
 
 
 def _most_rate(device_rates: Sequence[float], problem: MixedProblem) -> float:
@@ -124,40 +164,19 @@ def _with_fewer_nodes(problem: MixedProblem) -> Iterator[MixedProblem]:
             yield replace(problem, cluster=replace(problem.cluster, parts=fewer))
 
 
-def _priced_on(problem: MixedProblem, result: MixedResult) -> tuple[MixedCost, ...]:
-    """Return the plans of a result on a part of a cluster, with their prices on all of it."""
+def _priced_on(problem: MixedProblem, result: MixedResult, rate: float) -> tuple[MixedCost, ...]:
+    """Return the plans of a result on a part of a cluster with more than this rate, with their prices on all of it."""
     costs: list[MixedCost] = []
-    for cost in result.ranked:
+    for cost in (cost for cost in result.ranked if cost.sequences_per_s > rate):
         with suppress(AutoplanError):  # some states are sharded over whole nodes alone
             costs += estimate_mixed(problem, [cost.plan])
     return tuple(costs)
 
 
-def _search_all(
-    problem: MixedProblem,
-    global_batch: int,
-    space_of: Callable[[Problem], Space],
-    accepts: Accepts,
-    equal: Equal,
-    margin: float,
-) -> MixedResult:
-    """Return the result of a search in which every part in use has all of its devices in use."""
-    alone = [problem.alone(part) for part in range(len(problem.cluster.parts))]
-    spaces = tuple(map(space_of, alone))
-    results_alone = [
-        search(own, plans, margin=margin) if plans.cells() else None for own, plans in zip(alone, spaces, strict=True)
-    ]
-    for most_z in (RISKY_Z, OOM_Z):
-        space = MixedSpace(problem=problem, spaces=spaces, global_batch=global_batch, equal=equal, most_z=most_z)
-        if (result := _searched(space, results_alone, accepts, margin)).ranked:
-            break
-    return result
-
-
-def best_of(results: Sequence[MixedResult]) -> MixedResult:
+def best_of(results: Sequence[MixedResult], open_rates: Iterable[float] = ()) -> MixedResult:
     """Join searches of one cluster, of those with plans that fit if there are any, and what all bounds leave open.
 
-    The best of their first plans comes first, the others by their rates.
+    The best of their first plans comes first, the others by their rates.  `open_rates` are left open beyond their gaps.
     """
     found = [result for result in results if result.ranked]
     results = [result for result in found if result.ranked[0].verdict == "fits"] or found or results[:1]
@@ -167,7 +186,8 @@ def best_of(results: Sequence[MixedResult]) -> MixedResult:
     others = sorted(itertools.chain(*(result.ranked for result in results)), key=lambda cost: -cost.sequences_per_s)
     ranked = {cost.plan: cost for cost in (first, *others)}
     certificates = [result.certificate for result in results]
-    most = max(result.ranked[0].sequences_per_s / (1 - result.certificate.gap) for result in results)
+    gaps = (result.ranked[0].sequences_per_s / (1 - result.certificate.gap) for result in results)
+    most = max(*gaps, *open_rates)
     certificate = replace(
         certificates[0],
         structures=sum(certificate.structures for certificate in certificates),
@@ -188,9 +208,9 @@ def robust_order(result: MixedResult, quantile: float) -> MixedResult:
 
 
 def _searched(
-    space: MixedSpace, results_alone: Sequence[SearchResult | None], accepts: Accepts, margin: float
-) -> MixedResult:
-    """Return the best plans that are as safe as the space asks for."""
+    space: MixedSpace, results_alone: Sequence[SearchResult | None], accepts: Accepts, margin: float, known_s: float
+) -> _Found:
+    """Return the best plans that are as safe as the space asks for; only those that take less than `known_s` matter."""
     problem, global_batch, most_z = space.problem, space.global_batch, space.most_z
 
     def is_answer(plans: Sequence[MixedPlan]) -> list[bool]:
@@ -211,10 +231,12 @@ def _searched(
         costs += [cost for cost, is_lawful in priced if is_lawful]
 
     refiner = Refiner(problem, global_batch, is_answer, most_z, space.equal)
-    candidates = candidates_of(space)
-    costs += [refined.cost for refined in _refined(space, refiner, candidates, _fastest_s(space, costs))]
-    in_order = sorted(itertools.chain(*candidates.values()), key=attrgetter("least_s"))
-    left = _price_layouts(space, refiner, in_order, costs)
+    candidates: Candidates = {}
+    for find in (spanning, beside):  # plans of the first spare ways of the second
+        best_s = min(_fastest_s(space, costs), known_s)
+        candidates |= (found := find(space, best_s))
+        costs += [refined.cost for refined in _refined(space, refiner, found, best_s)]
+    left = _price_layouts(space, refiner, itertools.chain(*candidates.values()), costs, known_s)
     costs.sort(key=partial(order_of, most_z))
     fitting = [cost for cost in costs if cost.oom_z <= most_z]
     near = [cost for cost in fitting if cost.step_s <= (1 + margin) * fitting[0].step_s]
@@ -223,36 +245,49 @@ def _searched(
         best.setdefault(cost.plan.kinds, cost)
     ranked = tuple(best.values())[:KEPT_PLANS]
     best_s = ranked[0].step_s if ranked else np.inf
-    bounds.append(fastest_s(space, [candidate for candidate in left if candidate.least_s < best_s], best_s))
+    unpriced = sharper(space, left, min(best_s, known_s))
+    least_s = min((*bounds, *(candidate.least_s for candidate in unpriced)), default=np.inf)
     waits_s = global_batch * slowest_input(problem.training, problem.cluster.num_nodes)[0]
     certificate = MixedCertificate(
         structures=sum(map(len, candidates.values())),
         plans=refiner.num_priced + sum(result.certificate.priced for result in results_alone if result),
         rates_alone=tuple(rates),
-        gap=max(1 - max(min(bounds), waits_s) / best_s, 0.0) if np.isfinite([best_s, min(bounds)]).any() else 0.0,
+        gap=max(1 - max(least_s, waits_s) / best_s, 0.0) if np.isfinite([best_s, least_s]).any() else 0.0,
         limits=(*LIMITS, *((STARTED,) if space.equal.replicas else ()), *space.describe()),
     )
-    return MixedResult(ranked=ranked, closest=costs[0] if costs and not ranked else None, certificate=certificate)
+    found_plans = MixedResult(
+        ranked=ranked, closest=costs[0] if costs and not ranked else None, certificate=certificate
+    )
+    return _Found(found_plans, global_batch / max(least_s, waits_s))
 
 
 def _price_layouts(
-    space: MixedSpace, refiner: Refiner, candidates: Sequence[Candidate], costs: list[MixedCost]
+    space: MixedSpace, refiner: Refiner, candidates: Iterable[Candidate], costs: list[MixedCost], known_s: float
 ) -> list[Candidate]:
-    """Add to `costs` those of all plans of single groups that may be the fastest; return the candidates left unpriced.
+    """Add to `costs` those of all plans that may be the fastest; return the candidates left unpriced.
 
-    The candidates come with the smallest bounds first, so that plans priced early spare later ones.
+    Replicas of all groups have the same layers and shares, or the candidate is left.  The smallest bounds come first,
+    so that plans priced early spare later ones.
     """
-    left, num_more, best_s = [], MAX_LAYOUTS, _fastest_s(space, costs)
-    for candidate in candidates:
-        if len(candidate.groups) > 1 or num_more == 0 or best_s == np.inf:
+    num_more, best_s, left = MAX_LAYOUTS, min(_fastest_s(space, costs), known_s), list[Candidate]()
+    candidates = [candidate for candidate in candidates if candidate.least_s < best_s]
+    if best_s == np.inf:
+        return candidates
+    waiting: list[Layout] = []
+    for layouts in open_layouts(space, sharper(space, candidates, best_s)):
+        candidate = layouts.candidate
+        if candidate.least_s >= best_s:
+            break
+        are_alike = len(candidate.groups) == 1 or space.equal.replicas
+        within = list(itertools.islice(layouts.within(best_s), num_more + 1)) if are_alike else []
+        if not are_alike or len(within) > num_more:
             left.append(candidate)
-        elif candidate.least_s < best_s:
-            layouts = list(itertools.islice(space.layouts(candidate, best_s), num_more + 1))
-            left += [candidate] if len(layouts) > num_more else []
-            priced = refiner.priced(layouts[:num_more])
-            costs += priced
-            best_s = min(best_s, _fastest_s(space, priced))
-            num_more -= min(len(layouts), num_more)
+            continue
+        waiting, num_more = waiting + within, num_more - len(within)
+        if len(waiting) >= FEW_LAYOUTS:
+            costs += refiner.priced(waiting, best_s)
+            waiting, best_s = [], min(_fastest_s(space, costs), known_s)
+    costs += refiner.priced(waiting, best_s)
     return left
 
 
@@ -261,9 +296,7 @@ def _fastest_s(space: MixedSpace, costs: Iterable[MixedCost]) -> float:
     return min((cost.step_s for cost in costs if cost.oom_z <= space.most_z), default=np.inf)
 
 
-def _refined(
-    space: MixedSpace, refiner: Refiner, candidates: dict[tuple[frozenset[int], bool], list[Candidate]], best_s: float
-) -> list[RefinedStructure]:
+def _refined(space: MixedSpace, refiner: Refiner, candidates: Candidates, best_s: float) -> list[RefinedStructure]:
     """Refine the forms with the smallest bounds, and the best ones with other axes and virtual stages.
 
     Every set of parts and every schedule has its own quota, so an additional one removes none; the set with the

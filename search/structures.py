@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from autoplan.base.arrays import Bools
+from autoplan.frameworks.common.rules import Rule, legal_on_own_devices
 from autoplan.frameworks.registry import book_of
-from autoplan.search.limits import divisors
+from autoplan.search.limits import COUNTS, Limits, divisors
 from autoplan.spec.axes import USUAL_SCHEDULES
-from autoplan.spec.enums import Schedule
-from autoplan.spec.mixed_problem import MixedProblem
-from autoplan.spec.plan import ParallelPlan, even_chunks
+from autoplan.spec.enums import Schedule, Sharding
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
+from autoplan.spec.plan import ParallelPlan, PlanBatch, even_chunks
 
 MAX_STAGES = 32  # deeper pipelines over different parts are mostly bubble
 MIN_USED = 0.9  # share of the devices of its parts that a structure must use
+
+_IN_STEP = (Sharding.ZERO2, Sharding.ZERO3)  # replicas communicate in every micro-batch
 
 StageKind = tuple[int, int]  # part and tensor-parallel degree of a stage
 
@@ -64,10 +72,54 @@ class Structure:
         """Schedule of all pipelines (`MixedPlan.schedule`)."""
         return common_schedule(kind.schedule for kind in self.kinds)
 
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sequences in a round of micro-batches of one replica of every kind."""
+        return tuple(size * kind.round for size, kind in zip(self.micro_batches, self.kinds, strict=True))
+
+    def is_in_step(self, equal: Equal) -> bool:
+        """Return whether all replicas have equal numbers of micro-batches."""
+        return self.common.sharding in _IN_STEP or (equal.batches and len(self.kinds) > 1)
+
+    def rounds_in_step(self, global_batch: int) -> tuple[int, ...] | None:
+        """Return the rounds of every kind over all its replicas, equal in each; None if they do not make the batch."""
+        counts = [kind.count for kind in self.kinds]
+        rounds, remainder = divmod(global_batch, sum(map(operator.mul, counts, self.sizes)))
+        return tuple(rounds * count for count in counts) if rounds and not remainder else None
+
+
+class Layout(NamedTuple):
+    """A structure with the layers of every stage, and the rounds of micro-batches of every kind over its replicas."""
+
+    structure: Structure
+    layers: tuple[int, ...]
+    rounds: tuple[int, ...]
+
 
 def common_schedule(schedules: Iterable[Schedule]) -> Schedule:
     """Return the schedule of pipelines, some of which may be plain and others interleaved 1F1B."""
     return next((schedule for schedule in schedules if schedule not in USUAL_SCHEDULES), Schedule.ONE_F_ONE_B)
+
+
+def lawful(
+    problem: MixedProblem, rules: tuple[Rule, ...], plans: Sequence[MixedPlan], limits: Sequence[Limits] = ()
+) -> Bools:
+    """Return which plans obey a framework's rules, and the limits of every part if given, stage by stage."""
+    result = np.ones(len(plans), dtype=np.bool_)
+    stages = [
+        (at, stage.part, as_parallel(problem, plan, kind, stage.tp))
+        for at, plan in enumerate(plans)
+        for kind in plan.kinds
+        for stage in {(stage.part, stage.tp): stage for stage in kind.stages}.values()
+    ]
+    if not stages:
+        return result
+    owner, _, parallel = zip(*stages, strict=True)
+    batch = PlanBatch.of(parallel, problem.model.num_layers)
+    np.logical_and.at(result, np.array(owner), legal_on_own_devices(rules, problem.alone(0).workload, batch))
+    for at, part, plan in stages if limits else ():
+        result[at] &= all(limits[part].admits(axis, getattr(plan, axis)) for axis in COUNTS)
+    return result
 
 
 def first_layers(problem: MixedProblem, chunks: int) -> tuple[int, ...]:

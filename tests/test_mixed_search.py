@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import autoplan
 from autoplan.api.problem import load_any_cluster, make_mixed_problem, make_problem, make_space
@@ -22,11 +25,12 @@ from autoplan.frameworks.registry import book_of
 from autoplan.readers.model import load_model
 from autoplan.search.balance import spread_layers
 from autoplan.search.mixed_bounds import Candidate, MixedSpace
-from autoplan.search.mixed_candidates import candidates_of, fastest_s
+from autoplan.search.mixed_candidates import candidates_of, sharper
+from autoplan.search.mixed_layouts import open_layouts
 from autoplan.search.mixed_refinement import Refiner
 from autoplan.search.mixed_search import best_of
 from autoplan.search.mixed_search import search_mixed as search_space
-from autoplan.search.structures import Equal, Pipelines, Structure, groupings, pipelines
+from autoplan.search.structures import Equal, Layout, Pipelines, Structure, groupings, pipelines
 from autoplan.search.study import search as plain_search
 from autoplan.spec.enums import Offload, Schedule
 from autoplan.spec.estimate import OOM_Z, RISKY_Z
@@ -298,24 +302,22 @@ def test_one_more_part_never_makes_the_best_plan_slower(speed: float) -> None:
     assert 0 <= both.certificate.gap < 0.3
 
 
-def test_one_more_node_makes_the_best_plan_hardly_slower() -> None:
-    """Batches may divide badly; plans that nearly fill the cluster may lose 1 % against one node less."""
-    choices, names = random.Random(3), ("h100-sxm", "a100-sxm", "mi300x", "rtx-4090")
-    for to in ("torchtitan", "deepspeed", "megatron-lm", "autoplan"):
-        one, other = choices.sample(names, 2)
-        nodes, beside, batch = choices.choice((2, 3)), choices.choice((1, 2)), choices.choice((60, 84, 100))
-        steps = [
-            autoplan.search_mixed(
-                "qwen2.5-0.5b",
-                cluster=f"{one}:{number}x8+{other}:{beside}x8",
-                global_batch=batch,
-                seq_len=2048,
-                to=to,
-                prefer="fastest",
-            ).best.step_s
-            for number in (nodes, nodes + 1)
-        ]
-        assert steps[1] <= 1.01 * steps[0], (to, one, nodes, other, beside, batch)
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    st.sampled_from(("torchtitan", "deepspeed", "fsdp2", "megatron-lm")),
+    st.permutations(("h100-sxm", "a100-sxm", "rtx-4090")),
+    st.integers(1, 4),
+    st.sampled_from((12, 20, 36, 60)),
+)
+@example("deepspeed", ["a100-sxm", "rtx-4090", "h100-sxm"], 4, 36)  # three of five nodes have the best plan
+@example("autoplan", ["h100-sxm", "a100-sxm", "rtx-4090"], 3, 12)  # two nodes divide the batch
+def test_one_more_node_never_makes_the_best_plan_slower(to: str, devices: list[str], nodes: int, batch: int) -> None:
+    words: dict[str, Any] = {"global_batch": batch, "seq_len": 4096, "to": to, "prefer": "fastest"}
+    before, after = (
+        autoplan.search_mixed("qwen2.5-1.5b", cluster=f"{devices[0]}:{number}x4+{devices[1]}:2x2", **words).best
+        for number in (nodes, nodes + 1)
+    )
+    assert after.step_s <= before.step_s * (1 + 1e-4)  # idle nodes are part of the network that plans are priced on
 
 
 def test_a_node_that_does_not_divide_the_batch_is_left_idle() -> None:
@@ -367,7 +369,7 @@ def test_a_node_less_of_each_part_is_tried_where_no_part_alone_has_a_plan() -> N
         autoplan.search_mixed("llama3-8b", cluster=f"h100-sxm:{first}x8+a100-sxm:{second}x8", **words).best
         for first, second in ((3, 5), (2, 4))
     )
-    assert all_nodes.sequences_per_s == pytest.approx(fewer.sequences_per_s)
+    assert all_nodes.sequences_per_s >= fewer.sequences_per_s * (1 - 1e-9)
 
 
 def test_joined_searches_are_led_by_plans_that_fit() -> None:
@@ -493,7 +495,8 @@ def check_bounds(space: MixedSpace, candidates: Sequence[Candidate], choices: ra
             if cost.oom_z <= RISKY_Z and cost.plan.global_batch == space.global_batch:
                 num_fitting += 1
                 assert cost.step_s >= candidate.least_s * (1 - 1e-9)
-                assert cost.step_s >= fastest_s(space, [candidate], cost.step_s * 1.01) * (1 - 1e-9)
+                (again,) = sharper(space, [candidate], cost.step_s * 1.01)
+                assert cost.step_s >= again.least_s * (1 - 1e-9)
     return num_fitting
 
 
@@ -508,36 +511,54 @@ def test_no_plan_beats_the_bound_of_its_structure(
     assert check_bounds(space, picked, choices) >= 8
 
 
-def test_no_faster_plan_has_other_layers_than_the_bounds_leave_open() -> None:
-    space = space_of_all("llama2-7b", "h100-sxm:1x4+a100-sxm:1x8", 48, {})
-    refiner, num_left, num_all = Refiner(space.problem, 48), 0, 0
-    alone = [
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_no_faster_plan_has_other_layers_than_the_bounds_leave_open(num_groups: int) -> None:
+    """Nor another split of the batch over groups beside each other."""
+    space = replace(space_of_all("llama2-7b", "h100-sxm:1x4+a100-sxm:1x8", 48, {}), equal=Equal(replicas=True))
+    refiner, num_left, num_all = Refiner(space.problem, 48, equal=space.equal), 0, 0
+    deep = [
         candidate
         for candidate in itertools.chain(*candidates_of(space).values())
-        if len(candidate.groups) == 1 and len(candidate.form[0][0].places) in (2, 3)
+        if len(candidate.groups) == num_groups and len(candidate.form[0][0].places) in (2, 3)
     ]
-    for candidate in random.Random(1).sample(alone, 6):
-        structure, ((ways, _),) = space.structure(candidate), candidate.form
-        chunks = space.chunks((0, 1), len(ways.places), ways.schedule)
+    for layouts in open_layouts(space, random.Random(1).sample(deep, 6 if num_groups == 1 else 3)):
+        structure, ((ways, _), *_) = space.structure(layouts.candidate), layouts.candidate.form
+        sizes, kinds = structure.sizes, structure.kinds
+        first = range(kinds[0].count, 48 // sizes[0] + 1) if num_groups > 1 else [48 // sizes[0]]
+        splits = [(total, *[(48 - total * sizes[0]) // size for size in sizes[1:]]) for total in first]
         every = [
-            (replace(structure, kinds=(replace(structure.kinds[0], vp=vp),)), layers)
-            for vp in chunks
+            Layout(replace(structure, kinds=tuple(replace(kind, vp=vp) for kind in kinds)), layers, rounds)
+            for vp in space.chunks((0, 1), len(ways.places), ways.schedule)
             for layers in spread_layers(32, vp, [32] * len(ways.places))
+            for rounds in splits
+            if sum(map(operator.mul, rounds, sizes)) == 48
+            and all(total >= kind.count for total, kind in zip(rounds, kinds, strict=True))
         ]
         costs = [cost for cost in refiner.priced(every) if cost.oom_z <= RISKY_Z]
         within_s = 1.02 * min(cost.step_s for cost in costs)
-        left = list(space.layouts(candidate, within_s))
-        kinds = {(found.kinds[0].vp, layers) for found, layers in left}
-        for cost in costs:
-            (kind,) = cost.plan.kinds
-            assert cost.step_s > within_s or (kind.vp, tuple(stage.layers for stage in kind.stages)) in kinds
+        left = list(layouts.within(within_s))
+        best, every_best = (
+            {plan: min(of_plan) for plan, of_plan in by_layers(priced).items() if min(of_plan) <= within_s}
+            for priced in (refiner.priced(left), costs)
+        )
+        assert best == every_best
         num_left, num_all = num_left + len(left), num_all + len(every)
     assert num_left < num_all / 10
 
 
-@pytest.mark.parametrize("target", ["torchtitan", "nanotron"])
+def by_layers(costs: Sequence[MixedCost]) -> dict[object, list[float]]:
+    """The steps of plans by the layers of their stages."""
+    result: dict[object, list[float]] = {}
+    for cost in costs:
+        kind = cost.plan.kinds[0]
+        if cost.oom_z <= RISKY_Z:
+            result.setdefault((kind.vp, tuple(stage.layers for stage in kind.stages)), []).append(cost.step_s)
+    return result
+
+
+@pytest.mark.parametrize("target", ["torchtitan", "nanotron", "autoplan"])
 def test_the_best_pipelines_over_unlike_nodes_are_proven(target: str) -> None:
-    """Bounds alone left 2.7 and 2.1 % open."""
+    """Bounds alone left 2.7, 2.1 and 5.7 % open."""
     place = {"cluster": "h100-sxm:8x8+a100-sxm:16x8", "global_batch": 512, "seq_len": 8192}
     result = autoplan.search_mixed("llama3-8b", to=target, **place)
     assert len(result.best.plan.parts) == 2

@@ -20,6 +20,7 @@ from autoplan.cost.pipeline.order import PipelineShape
 from autoplan.cost.pipeline.recurrence import rank_steps
 from autoplan.cost.pipeline.waits import ROWS
 from autoplan.cost.timeline import timeline
+from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.report.trace import trace_json
 from autoplan.search.mixed_explanation import explain_mixed
@@ -265,6 +266,7 @@ def test_a_change_is_told_with_what_the_estimate_says_of_it() -> None:
         "sharding",
         "micro-batch of B",  # that of A leaves the step as it is: A waits for B
         "layers of A",
+        "schedule",
         "micro-batches of A, B",
     }
     for (what, before, after), near in told.items():
@@ -275,6 +277,20 @@ def test_a_change_is_told_with_what_the_estimate_says_of_it() -> None:
     # One of every thing that fits, and the fastest where that does not.
     assert len({(what, near.plan.verdict) for (what, _, _), near in told.items()}) == len(told)
     assert [near.ratio for near in found.changes] == sorted(near.ratio for near in found.changes)
+
+
+def test_another_schedule_is_a_change_where_the_framework_has_it() -> None:
+    plan = plan_of(kinds=(replicas(2, 8, (0, 4, 6), (1, 4, 6)),), sharding="none")
+    said = {}
+    for name in ("megatron-core", "torchtitan"):
+        problem = problem_of(H4, HALF, framework=load_framework(name))
+        (cost,) = estimate_mixed(problem, [plan])
+        changes = explain_mixed(problem, make_mixed_file(problem, [cost], None)).changes
+        said[name] = next(near for near in changes if near.change[0] == "schedule")
+        assert said[name].plan == estimate_mixed(problem, [said[name].plan.plan])[0]
+    assert said["megatron-core"].change[2].startswith("interleaved")
+    assert said["torchtitan"].change[1:] == ("1f1b", "zb-v")
+    assert said["torchtitan"].ratio < 1
 
 
 def test_a_change_that_lacks_memory_is_told_where_it_would_be_the_fastest() -> None:

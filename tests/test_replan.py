@@ -283,6 +283,20 @@ def test_names_that_are_not_there_are_said(named: PlanResult) -> None:
         autoplan.replan(named, nodes=3)
 
 
+@pytest.mark.parametrize(("tp", "share"), [(8, "99.2 %"), (64, "93.6 %")])
+def test_the_command_says_what_trains_on_with_unequal_tensor_parallel_degrees(
+    tp: int, share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """S37: 33 of 32,768 devices are lost, each in a tensor group of its own; the plan that it finds starts."""
+    monkeypatch.chdir(tmp_path)
+    fix = [f"tp={tp}", "pp=8", "cp=1", "micro_batch=1", "vp=1", "recompute=selective"]
+    words = {"cluster": "h100-sxm:512x64", "global_batch": 4096, "seq_len": 4096}
+    autoplan.search("llama3.1-405b", fix=fix, **words).save("plan.json")
+    make_app()(["replan", "plan.json", "--gpus", "32735"], standalone_mode=False, obj={})
+    assert f"{share} with unequal tensor-parallel degrees" in " ".join(capsys.readouterr().out.split())
+    assert autoplan.export("replan.json", to="megatron-lm").files
+
+
 def test_what_is_too_small_has_no_plan() -> None:
     large = autoplan.search("llama3-70b", cluster="h100-sxm:8x8", global_batch=64, seq_len=8192, forbid=["offload"])
     with pytest.raises(NoPlanError):

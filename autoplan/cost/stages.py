@@ -25,7 +25,7 @@ from autoplan.cost.parameters import (
     stage_parameters,
 )
 from autoplan.cost.passes import Ends, Pass, SplitPass
-from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, repeats_beside, stage_blocks
+from autoplan.cost.pipeline.layout import StageBlocks, chunk_blocks, chunk_layers_of, repeats_beside, stage_blocks
 from autoplan.spec.blocks import Block
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -216,10 +216,11 @@ def _split_backward(problem: Problem, batch: PlanBatch, blocks: StageBlocks) -> 
     return split_backward
 
 
-def chunk_times(problem: Problem, laid: Stages, rows: Ints, layout: tuple[int, ...], num_repeated: int) -> SplitPass:
-    """Times of one micro-batch through every chunk: shape (plans, chunks)."""
-    forward, backward, weight, split = (np.zeros((len(rows), len(layout))) for _ in range(4))
-    for block, (count, again) in chunk_blocks(problem.model, np.array([layout]), np.array([num_repeated])).items():
+def chunk_times(problem: Problem, laid: Stages, rows: Ints) -> SplitPass:
+    """Times of one micro-batch through every chunk of plans with one number of chunks: shape (plans, chunks)."""
+    layers, num_repeated = chunk_layers_of(laid.batch, rows), laid.batch.recompute_num_layers[rows]
+    forward, backward, weight, split = (np.zeros(layers.shape) for _ in range(4))
+    for block, (count, again) in chunk_blocks(problem.model, layers, num_repeated).items():
         cost = laid.costs.blocks[block]
         forward += count * cost.total_forward_s[rows, None]
         backward += count * cost.total_backward_s[rows, None] + again * cost.total_repeat_s[rows, None]

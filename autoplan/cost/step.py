@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints, add_up
+from autoplan.base.arrays import Bools, Floats, Ints, add_up, distinct_rows
 from autoplan.base.extremes import largest_of
 from autoplan.cost.collectives.collective import LinkTimes
 from autoplan.cost.collectives.end_of_step import FirstStage, end_of_step_s, optimizer_s, shown_gather_s, shown_reduce_s
@@ -172,26 +172,23 @@ def _run_in_order(pipelines: LaidOutPipelines) -> Iterator[tuple[Ints, PipelineT
     """Yield (pipelines, times) for pipelines without a closed form, pass by pass; all messages count as the slowest."""
     batch, stages = pipelines.batch, pipelines.forward_s.shape[1]
     plans = np.flatnonzero(batch.splits_backward)
-    keys = np.stack([batch.layout, batch.recompute_num_layers, batch.schedule, batch.num_microbatches])[:, plans]
-    distinct, inverse = np.unique(keys, axis=1, return_inverse=True)
-    for at, (layout, num_repeated, schedule, microbatches) in enumerate(distinct.T.tolist()):
-        rows = plans[inverse.reshape(-1) == at]
-        chunks = len(batch.layouts[layout]) // stages
-        shape = PipelineShape(tuple(Schedule)[schedule], stages, chunks, microbatches)
-        passes = _chunk_passes(pipelines, rows, batch.layouts[layout], num_repeated, rank_of_chunks(*shape[:3]))
+    shapes = np.stack([batch.schedule, batch.vp, batch.num_microbatches])[:, plans]
+    first, shape_of = distinct_rows(*shapes)
+    for at, (schedule, chunks, microbatches) in enumerate(shapes[:, first].T.tolist()):
+        rows, shape = plans[shape_of == at], PipelineShape(tuple(Schedule)[schedule], stages, chunks, microbatches)
+        passes = _chunk_passes(pipelines, rows, rank_of_chunks(*shape[:3]))
         yield rows, pipeline_times(shape, passes, pipelines.hop_s[rows].max(axis=1))
 
 
-def _chunk_passes(
-    pipelines: LaidOutPipelines, rows: Ints, layers: tuple[int, ...], num_repeated: int, stage_of: Ints
-) -> SplitPass:
+def _chunk_passes(pipelines: LaidOutPipelines, rows: Ints, stage_of: Ints) -> SplitPass:
     """Times of one micro-batch through every chunk of the pipelines at `rows`: shape (pipelines, chunks)."""
     layouts, passes = [], []
     for layout in pipelines.layouts:
-        plan_rows = np.flatnonzero(np.isin(layout.pipeline, rows))
+        if not len(plan_rows := np.flatnonzero(np.isin(layout.pipeline, rows))):
+            continue
         on_part = None if layout.on_part is None else layout.on_part[plan_rows]
         layouts.append(replace(layout, pipeline=np.searchsorted(rows, layout.pipeline[plan_rows]), on_part=on_part))
-        passes.append(chunk_times(layout.problem, layout.laid, plan_rows, layers, num_repeated).scaled(layout.overall))
+        passes.append(chunk_times(layout.problem, layout.laid, plan_rows).scaled(layout.overall))
     return SplitPass(*(over_stages(layouts, values, len(rows), stage_of) for values in zip(*passes, strict=True)))
 
 
