@@ -25,17 +25,20 @@ from autoplan.search.choice import OWN_SPREAD, first_of_kinds
 from autoplan.search.ranking import seconds_per_sequence
 from autoplan.spec.estimate import probability_above
 from autoplan.spec.measurement import Measurement
-from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, PRODUCTS, STREAMS, Operation
+from autoplan.spec.operations import ATTENTIONS, COLLECTIVES, EXPERTS, HOST_COPIES, PRODUCTS, STREAMS, Operation
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan
 from autoplan.spec.timing import Provenance
 from autoplan.topology.cluster import LinkLevel
 
-Family = Literal["layers", "matrix products", "attention", "memory-bound kernels", "collectives"]
+Family = Literal[
+    "layers", "matrix products", "attention", "memory-bound kernels", "copies to and from hosts", "collectives"
+]
 _KERNELS: dict[Family, tuple[Operation, ...]] = {
     "matrix products": (*PRODUCTS, *EXPERTS),
     "attention": ATTENTIONS,
     "memory-bound kernels": STREAMS,
+    "copies to and from hosts": HOST_COPIES,
     "collectives": COLLECTIVES,
 }
 
@@ -122,6 +125,8 @@ def spread_of_price(
         )
         curve = level.collectives if level is not None and shape[0] == per_domain else None
         return _of_curve(curve is not None, curve.fit_error if curve else CURVE_SPREAD)
+    if operation in HOST_COPIES:
+        return DATASHEET_SPREAD, "datasheet"
     # Memory-bound kernels follow the products: both were measured on a device, or neither was.
     error = device.gemm.fit_error if operation in _KERNELS["matrix products"] else CURVE_SPREAD / _OF_MEAN_ERROR
     return _of_curve(device.gemm.is_measured, error)

@@ -14,6 +14,7 @@ from autoplan.profiler.lookup_tasks import lookup_tasks, nearest_layout
 from autoplan.profiler.protocol import BESIDE, Hello
 from autoplan.profiler.record import Fingerprint
 from autoplan.profiler.tasks import reference_s
+from autoplan.search.measurement_value import DATASHEET_SPREAD, family_of, spread_of_price
 from autoplan.spec.enums import Sharding
 from autoplan.spec.measurement import Measurement
 from autoplan.spec.operations import COLLECTIVES, HOST_COPIES, SHAPES
@@ -137,3 +138,10 @@ def test_copies_to_the_host_are_queued_for_plans_that_offload_and_price_them() -
     copied_s = (step_s(3.0) - step_s(2.0)) / plain_s
     assert step_s(2.0) / plain_s - 1 == pytest.approx(copied_s, rel=1e-2)
     assert copied_s > 0.01
+
+
+def test_measured_copies_say_nothing_of_the_kernels_of_a_device() -> None:
+    copies = Measurement(operation="copy_to_host", shape=(2**20,), dtype="bf16", device="h100-sxm", seconds=1e-4)
+    assert not TimingTable.of([copies]).has_kernels
+    assert family_of("copy_to_host") == "copies to and from hosts"
+    assert spread_of_price(PROBLEM, "copy_to_host", "bf16", (2**20,)) == (DATASHEET_SPREAD, "datasheet")

@@ -248,7 +248,7 @@ class TimingTable:
     @property
     def has_kernels(self) -> bool:
         """Return whether anything that a device computes was measured."""
-        return any(SHAPES[operation] not in (GROUP_SIZES, PIPELINE_SIZES) for operation, _ in self.times)
+        return any(SHAPES[operation] not in (COPY_SIZES, GROUP_SIZES, PIPELINE_SIZES) for operation, _ in self.times)
 
     @property
     def has_collectives(self) -> bool:
