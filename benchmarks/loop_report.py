@@ -65,7 +65,7 @@ class Compared:
     calibrated_s: Floats  # predicted with a calibration of the other half of the plans; NaN where they are too few
 
     @property
-    def held(self) -> Floats:
+    def bytes_used(self) -> Floats:
         """Counted bytes, or where some plan's were not, predicted ones of all."""
         return self.bytes_needed if np.isnan(self.bytes_held).any() else self.bytes_held
 
@@ -168,7 +168,7 @@ def as_good_as_a_launch(found: Compared) -> tuple[float, float]:
 
 def choice(found: Compared, cap_bytes: float) -> str:
     """Plan that is picked under a cap, and how much longer it takes than the best plan that fits."""
-    fits, seems_to_fit = found.held <= cap_bytes, found.bytes_needed <= cap_bytes
+    fits, seems_to_fit = found.bytes_used <= cap_bytes, found.bytes_needed <= cap_bytes
     pick = int(np.argmin(np.where(seems_to_fit, found.predicted_s, np.inf)))
     best = int(np.argmin(np.where(fits, found.measured_s, np.inf)))
     regret = found.measured_s[pick] / found.measured_s[best] - 1
@@ -217,10 +217,10 @@ def findings(name: str, found: Compared) -> list[str]:
         accuracy_sentence(found),
         f"* out of memory, though predicted to fit: {'; '.join(found.full) or 'none'}",
         "",
-        f"| {'counted' if found.held is found.bytes_held else 'predicted'} memory | plans that fit | picked | best "
-        "| regret | noise of the two |",
+        f"| {'counted' if found.bytes_used is found.bytes_held else 'predicted'} memory | plans that fit | picked "
+        "| best | regret | noise of the two |",
         "|---|--:|---|---|--:|--:|",
-        *(choice(found, cap) for cap in (np.inf, *np.quantile(found.held, CAPS))),
+        *(choice(found, cap) for cap in (np.inf, *np.quantile(found.bytes_used, CAPS))),
         "",
     ]
     lines += ["| family | plans | median error | worst | bias |", "|---|--:|--:|--:|--:|"]

@@ -265,7 +265,7 @@ def published(path: Path, sources: tuple[str, ...]) -> list[Recipe]:
             problem=rows[0][1],
             plan=rows[0][2],
             measured_s=statistics.median(measured for *_, measured, _, _ in rows),
-            unknown=unknown_of([run for run, *_ in rows], is_interleaving_told=any(told for *_, told in rows)),
+            unknown=unknown_of([run for run, *_ in rows], is_interleaving_told=any(is_told for *_, is_told in rows)),
             fixed=rows[0][4],
         )
         for rows in found.values()

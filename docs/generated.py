@@ -86,7 +86,7 @@ def _command(name: str, command: Any) -> Iterator[str]:
     context = typer.Context(command, info_name=name)
     yield f"\n```text\n{name} {' '.join(command.collect_usage_pieces(context))}\n```\n"
     for title, kind in (("Argument", "argument"), ("Option", "option")):
-        rows = [one.get_help_record(context) for one in command.params if one.param_type_name == kind]
+        rows = [param.get_help_record(context) for param in command.params if param.param_type_name == kind]
         if any(rows):
             yield f"\n| {title} | |\n|---|---|"
             yield from (f"| `{_cell(row[0])}` | {_cell(row[1])} |" for row in rows if row)
@@ -151,7 +151,7 @@ def _type(form: dict[str, Any]) -> str:
         case {"$ref": reference}:
             return reference.rpartition("/")[2]
         case {"anyOf": forms}:
-            return " or ".join(_type(one) for one in forms)
+            return " or ".join(_type(choice) for choice in forms)
         case {"enum": values}:
             return ", ".join(f"`{value}`" for value in values)
         case {"type": "array", "items": items}:

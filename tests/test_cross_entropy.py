@@ -38,13 +38,13 @@ def test_fused_kernels_move_less_of_every_logit_and_the_last_holds_least(framewo
 
 
 @pytest.mark.parametrize(
-    ("framework", "tp", "held"),
+    ("framework", "tp", "bytes_per_logit"),
     [("torchtitan", 1, 4), ("torchtitan", 2, 10), ("torchtitan-eager", 1, 12), ("torchtitan-eager", 2, 16)],
 )
-def test_losses_of_torch_hold_what_was_counted(framework: str, tp: int, held: int) -> None:
+def test_losses_of_torch_hold_what_was_counted(framework: str, tp: int, bytes_per_logit: int) -> None:
     problem = make_problem("llama3-8b", cluster="h100-sxm:1x8", seq_len=TOKENS, framework=framework)
     batch = PlanBatch.of([ParallelPlan(global_batch=8, tp=tp, dp_shard=8 // tp)], problem.model.num_layers)
-    assert logit_bytes(problem, batch) == pytest.approx(held * TOKENS * VOCAB / tp)
+    assert logit_bytes(problem, batch) == pytest.approx(bytes_per_logit * TOKENS * VOCAB / tp)
 
 
 def test_an_eager_loss_of_torch_holds_twelve_bytes_of_a_logit() -> None:

@@ -33,6 +33,7 @@ from autoplan.cost.kernels.memory_bound import (
 from autoplan.cost.kernels.products import gemm_pace, gemm_rate, matrices_s
 from autoplan.cost.kernels.sizes import expert_imbalance, expert_tokens, norm_tokens, rank_expert_tokens, rank_tokens
 from autoplan.cost.kernels.times import kernel_times
+from autoplan.cost.memory.expert_buffers import held_expert_tokens
 from autoplan.cost.network.links import Links
 from autoplan.frameworks.common.header import header
 from autoplan.frameworks.common.launch import LaunchContext
@@ -456,6 +457,8 @@ def test_torchtitans_ranks_that_share_experts_route_the_tokens_of_their_group_ea
     assert [one_way.dispatch.buffer_bytes[0] for one_way in sent] == [2 * 2048 * 2 * 1024, 2 * 4096 * 2 * 1024]
     assert [one_way.gather.buffer_bytes[0] for one_way in sent] == [2 * 4096 * 2 * 1024, 2 * 4096 * 1024]
     assert rank_expert_tokens(megatron, sharded) == rank_expert_tokens(titan, sharded) == 4096 * 2
+    graphed = batch_of(tp=2, sp=True, ep=4, etp=2, dp_shard=4, cuda_graphs="full_iteration")
+    assert held_expert_tokens(megatron, graphed) == held_expert_tokens(titan, graphed) == 1.5 * 4096 * 2
     moved = [traffic_of(problem, sharded, Block.MOE)["permute"].forward_bytes[0] for problem in (megatron, titan)]
     assert moved[1] == pytest.approx(2 * moved[0])
     whole = batch_of(tp=2, sp=True, ep=8, etp=1, dp_shard=4)

@@ -33,7 +33,7 @@ class Lazily(Mapping[K, V]):
 
     @property
     def made(self) -> Mapping[K, V]:
-        """Return those that were asked for."""
+        """Return the values that were made, as they were asked for."""
         return self._made
 
     def but(self, key: K, value: V) -> Lazily[K, V]:

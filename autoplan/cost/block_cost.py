@@ -211,10 +211,10 @@ def with_launches(
     repeated = shown(lambda lag: lag.repeated_s)
     if batch.ep_overlap.any():
         at_once = shown(lambda lag: lag.forward_s + lag.backward_s)
+        alone = unpaired_share(batch)
         for block in lags:
             apart = forward[block] + backward[block]
             share = np.divide(at_once[block], apart, out=np.ones_like(apart), where=apart > 0)
-            alone = unpaired_share(batch)
             share = np.where(batch.ep_overlap, alone + (1.0 - alone) * share, 1.0)
             forward[block], backward[block] = share * forward[block], share * backward[block]
     found = {

@@ -99,10 +99,14 @@ def expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     return rank_expert_tokens(problem, batch) * batch.ep / moe.num_experts
 
 
+def mean_expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
+    """Tokens that all local experts on a rank receive in the mean."""
+    return routed_tokens(problem, batch) * (batch.etp // routing_ranks(problem, batch))
+
+
 def rank_expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens that all local experts on the busiest rank receive."""
-    gathered = batch.etp // routing_ranks(problem, batch)
-    return routed_tokens(problem, batch) * gathered * expert_imbalance(problem, batch)
+    return mean_expert_tokens(problem, batch) * expert_imbalance(problem, batch)
 
 
 def rank_kv_heads(model: ModelSpec, batch: PlanBatch) -> Floats:

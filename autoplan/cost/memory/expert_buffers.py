@@ -9,7 +9,7 @@ import numpy as np
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.kernels.launches import holds_graphs
-from autoplan.cost.kernels.sizes import norm_tokens, rank_expert_tokens, routed_tokens
+from autoplan.cost.kernels.sizes import mean_expert_tokens, norm_tokens, rank_expert_tokens
 from autoplan.cost.state_types import WIDE_BYTES
 from autoplan.spec.enums import CudaGraphs, Dispatcher
 from autoplan.spec.plan import PlanBatch
@@ -26,7 +26,7 @@ def held_expert_tokens(problem: Problem, batch: PlanBatch) -> Floats:
     """Tokens for which local experts of the busiest rank have memory."""
     tokens = rank_expert_tokens(problem, batch)
     is_static = holds_graphs(batch, CudaGraphs.FULL_ITERATION) & ~batch.token_dropping & (batch.ep > 1)
-    room = GRAPHED_CAPACITY * routed_tokens(problem, batch) * batch.etp
+    room = GRAPHED_CAPACITY * mean_expert_tokens(problem, batch)
     return np.where(is_static, np.maximum(tokens, room), tokens)
 
 

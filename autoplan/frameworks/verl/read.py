@@ -43,6 +43,12 @@ _CONFIGS = ("", "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_train
 _WORD = re.compile(r"(\+{0,2})([\w.@/]+)=(.*)", re.DOTALL)
 _FIELDS = {path.partition(".")[2]: name for name, path in BRIDGE_FIELDS.items() if path.startswith("model.")}
 # Settings that affect neither time nor memory of an update: whole names, or families of them.
+_ACTOR = "actor_rollout_ref.actor."
+_ACTORS_OWN = (
+    *("_target_", "strategy", "ppo_epochs", "clip_ratio*", "policy_loss*", "loss_agg_mode", "loss_scale_factor"),
+    *("kl_loss_*", "use_kl_loss", "shuffle", "data_loader_seed", "checkpoint.*", "optim", "profiler.*", "grad_clip"),
+    *("rollout_n", "tis_*", "load_weight", "use_torch_compile", "fsdp_config.*", "ppo_max_token_len*"),
+)
 _HARMLESS = whole_names(
     # other parts than the actor's update
     "trainer.* profiler.* global_profiler.* checkpoint.* algorithm.* reward.* reward_*.* critic.* ray_kwargs.*",
@@ -60,33 +66,8 @@ _HARMLESS = whole_names(
     "model.override_config.max_position_embeddings optim.lr optim.lr_* optim.min_lr optim.min_lr_* optim.weight_decay",
     "optim.weight_decay_* optim.betas optim.clip_grad engine.use_mbridge engine.vanilla_mbridge engine.seed",
     "engine.use_dist_checkpointing engine.dist_checkpointing_*",
-    *(
-        f"actor_rollout_ref.actor.{name}"
-        for name in (
-            *(
-                "_target_",
-                "strategy",
-                "ppo_epochs",
-                "clip_ratio*",
-                "policy_loss*",
-                "loss_agg_mode",
-                "loss_scale_factor",
-            ),
-            *(
-                "kl_loss_*",
-                "use_kl_loss",
-                "shuffle",
-                "data_loader_seed",
-                "checkpoint.*",
-                "optim",
-                "profiler.*",
-                "grad_clip",
-            ),
-            *("rollout_n", "tis_*", "load_weight", "use_torch_compile", "fsdp_config.*", "ppo_max_token_len*"),
-        )
-    ),
+    *(f"{_ACTOR}{name}" for name in _ACTORS_OWN),
 )
-_ACTOR = "actor_rollout_ref.actor."
 _FUSED_LOSS = "the loss is priced with whole logits"
 _ASSUMED = (  # of trainer/config/actor/actor.yaml, trainer/config/model/hf_model.yaml and Megatron-Core's own classes
     Assumed(f"{_ACTOR}entropy_coeff", (0, 0.0, None), "the loss is priced without the entropy of the logits"),
