@@ -42,6 +42,7 @@ from autoplan.frameworks.presets import load_framework
 from autoplan.launch.targets import exported
 from autoplan.readers.calibration import built_in_calibration
 from autoplan.readers.cluster import load_cluster
+from autoplan.report.answer import answer_lines
 from autoplan.spec.blocks import Block, Experts
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.model import ModelSpec
@@ -163,23 +164,29 @@ def test_a_balancing_loss_says_how_uneven_ranks_are_the_more_ranks_there_are() -
     assert (expert_imbalance(PROBLEM, batches[2]) == 1.0).all()
 
 
-def test_fine_tuning_has_the_routing_of_trained_routers_unless_told() -> None:
+def test_fine_tuning_and_torchtitan_have_the_routing_of_routers_alone_unless_told() -> None:
     place = {"cluster": "h100-sxm:1x8", "global_batch": 16, "seq_len": 1024, "plan": {"ep": 8, "recompute": "full"}}
+    titan = {"framework": "torchtitan", "plan": {"ep": 8, "recompute": "full", "sharding": "zero3"}}
 
     def priced(**options: object) -> Any:
         return autoplan.estimate("gpt-oss-20b", **(place | options))  # type: ignore[arg-type]
 
-    new, tuned, stated, even = (
+    new, tuned, free, stated, even = (
         priced(**options).file.training
         for options in (
             {},
             {"finetune": "full"},
+            titan,
             {"balancing_loss": 1.1},
             {"finetune": "full", "expert_imbalance": 1.0},
         )
     )
-    losses = [training.balancing_loss for training in (new, tuned, stated, even)]
-    assert losses == [1.0, OWN_ROUTING_LOSS, 1.1, 1.0]
+    losses = [training.balancing_loss for training in (new, tuned, free, stated, even)]
+    assert losses == [1.0, OWN_ROUTING_LOSS, OWN_ROUTING_LOSS, 1.1, 1.0]
+    assert [dict(answer_lines(priced(**options).file))["experts"] for options in ({}, titan)] == [
+        "taken to be used evenly; --balancing-loss says another",
+        "taken to be used as unevenly as a balancing loss of 1.3 says; --balancing-loss says another",
+    ]
     assert priced(balancing_loss=1.1).best.step_s > priced().best.step_s
     with pytest.raises(InputError, match=r"--expert-imbalance 1\.2 and --balancing-loss 1\.3 both say"):
         priced(balancing_loss=1.3, expert_imbalance=1.2)

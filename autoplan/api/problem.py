@@ -45,7 +45,7 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS
 from autoplan.spec.plan_file import SpaceFlags
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import OWN_ROUTING_LOSS, TrainingSpec
+from autoplan.spec.training import TrainingSpec, usual_balancing_loss
 from autoplan.topology.cluster import ClusterSpec
 from autoplan.topology.mixed_cluster import MixedCluster
 from autoplan.topology.placement import by_switch
@@ -175,9 +175,9 @@ def _parts(model: str | Path | ModelSpec, seq_len: int | None, options: ProblemO
         if loaded.moe is None and options.get(name) is not None:
             flag = name.replace("_", "-")
             raise InputError(f"--{flag} needs a model with experts, {loaded.name} has none: leave it out")
-    training = _with_routing(loaded, training, options)
     is_tuned = training.preference is not None or (training.finetuning is not None and training.finetuning.has_adapters)
     framework = load_framework(options.get("framework", ADAPTER_FRAMEWORK if is_tuned else DEFAULT_FRAMEWORK))
+    training = _with_routing(loaded, framework, training, options)
     if options.get("capacity_factor") is not None:
         framework = framework.preferring("token_dropping=on")
     if (kernel := options.get("attention")) is not None:
@@ -231,8 +231,10 @@ def _training(
     return decode(TrainingSpec, table, "training")
 
 
-def _with_routing(model: ModelSpec, training: TrainingSpec, options: ProblemOptions) -> TrainingSpec:
-    """Return the training with experts as even as their router alone leaves them, where a trained one chooses them."""
+def _with_routing(
+    model: ModelSpec, framework: Framework, training: TrainingSpec, options: ProblemOptions
+) -> TrainingSpec:
+    """Return the training with experts as even as they usually are, unless the options say how even."""
     imbalance, loss = options.get("expert_imbalance"), options.get("balancing_loss")
     if imbalance is not None and loss is not None:
         raise InputError(
@@ -240,9 +242,10 @@ def _with_routing(model: ModelSpec, training: TrainingSpec, options: ProblemOpti
         )
     is_tuned = training.finetuning is not None or training.preference is not None
     is_said = imbalance is not None or loss is not None or options.get("training") is not None
-    if model.moe is None or is_said or not is_tuned:
+    if model.moe is None or is_said:
         return training
-    return replace(training, balancing_loss=OWN_ROUTING_LOSS)
+    loss = usual_balancing_loss(is_tuned=is_tuned, routes_freely=framework.experts.routes_freely)
+    return replace(training, balancing_loss=loss)
 
 
 def _input_rates(options: ProblemOptions) -> list[InputRate]:

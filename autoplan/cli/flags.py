@@ -116,7 +116,7 @@ SHARED: dict[str, tuple[Any, Any]] = dict(
             "LOSS",
             "The loss that balances experts, as trainers log it (1: balanced), instead of --expert-imbalance.",
             kind=float,
-            unset="1, but 1.3 in fine-tuning",
+            unset="1, but 1.3 in fine-tuning and in torchtitan",
         ),
         _shared(
             "capacity_factor",

@@ -89,13 +89,24 @@ def optimizer_text(training: TrainingSpec) -> str:
 
 
 def training_lines(model: ModelSpec, training: TrainingSpec) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for trained weights and loss, unless all weights are trained on next tokens."""
+    """Yield (label, text) for trained weights and loss where they are not the usual ones, and for experts."""
     if (tuning := training.finetuning) is not None:
         trained = count_trained_parameters(model, tuning)
         percent = 100 * trained / count_parameters(model)
         yield "trains", f"{tuning}: {trained:,} parameters, {format_two_figures(percent)} %"
     if (preference := training.preference) is not None:
         yield "loss", str(preference)
+    if model.moe is not None:
+        yield "experts", _balance_text(training)
+
+
+def _balance_text(training: TrainingSpec) -> str:
+    """Return how evenly experts are taken to be used."""
+    if (imbalance := training.expert_imbalance) > 1.0:
+        return f"the busiest rank has {imbalance:g} times the mean of tokens (--expert-imbalance)"
+    loss = training.balancing_loss
+    how = "evenly" if loss == 1.0 else f"as unevenly as a balancing loss of {loss:g} says"
+    return f"taken to be used {how}; --balancing-loss says another"
 
 
 def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:

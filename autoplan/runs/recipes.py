@@ -61,8 +61,6 @@ class Recipe:
     overlaps_experts: tuple[Precision, ...] = ()  # precisions in which expert traffic is overlapped if possible
     overlap_graphs: CudaGraphs = CudaGraphs.NONE  # CUDA graphs of runs with overlapped experts
     dispatcher: Dispatcher = Dispatcher.ALL_TO_ALL  # for dropless routing
-    # Unless a table says otherwise (`expert_balance=forced`), nothing but routers chooses experts.
-    routes_freely: bool = False
     # Router and rotary embeddings of latent attention are unfused with a plain all-to-all dispatcher.
     routes_unfused_alltoall: bool = False
     overlaps_far_experts: bool = False  # the same for experts beyond the scale-up domain in interleaved pipelines

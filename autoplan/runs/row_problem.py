@@ -22,7 +22,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OPTIMIZERS, OptimizerName
 from autoplan.spec.problem import Problem
-from autoplan.spec.training import OWN_ROUTING_LOSS, TrainingSpec
+from autoplan.spec.training import OWN_ROUTING_LOSS, TrainingSpec, usual_balancing_loss
 from autoplan.topology.cluster import ClusterSpec
 
 GPT_VOCAB_SIZE = 50257  # of GPT-2's tokenizer, if a table omits the vocabulary
@@ -79,7 +79,7 @@ def problem_of(row: Row, recipe: Recipe) -> Problem:
         optimizer=_optimizer(row),
         finetuning=_finetuning(row),
         document_len=_document_len(row, recipe),
-        balancing_loss=_balancing_loss(row, recipe),
+        balancing_loss=_balancing_loss(row, framework),
     )
     model = _model(row, recipe)
     if model.position_embedding == "learned":  # the table does not state the length of the position table
@@ -123,10 +123,11 @@ def _document_len(row: Row, recipe: Recipe) -> int | None:
     return recipe.packed_document_len if row.option("packed", default=False) else None
 
 
-def _balancing_loss(row: Row, recipe: Recipe) -> float:
-    """Return the loss that balances experts: 1 unless nothing but a router chooses them, as in fine-tuning."""
-    routes_freely = recipe.routes_freely or "finetune" in row.options()
-    chosen_by = row.options().get("expert_balance", "router" if routes_freely else "forced")
+def _balancing_loss(row: Row, framework: Framework) -> float:
+    """Return the loss that balances experts, by what the row says of who chooses them."""
+    chosen_by = row.options().get("expert_balance")
+    if chosen_by is None:
+        return usual_balancing_loss(is_tuned="finetune" in row.options(), routes_freely=framework.experts.routes_freely)
     if chosen_by not in ("forced", "router"):
         raise UnpricedError(f"option expert_balance {chosen_by[:40]!r} is neither forced nor router")
     return OWN_ROUTING_LOSS if chosen_by == "router" else 1.0

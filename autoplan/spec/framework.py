@@ -193,6 +193,8 @@ class Experts:
     # More in every such pass of 8 bits or fewer, as casts are kernels of each expert: once, and for each.
     narrow_sync_s: float = 0.0
     s_per_local_expert: float = 0.0
+    # Unless something else is said, nothing but routers chooses experts; benchmarks under others force a balance.
+    routes_freely: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
