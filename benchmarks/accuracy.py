@@ -1,17 +1,15 @@
 """Accuracy of predicted steps on measured runs.
 
-Prices a table of runs as the presets ship, with intervals that were fitted without the source that they are judged on,
-and with none of the calibrations.  Every prediction table is scored; then come what each term contributes and the worst
-runs of every source with their terms.
+Prices a table of runs as the presets ship, with intervals that were fitted without the source that they are judged on.
+Every prediction table is scored; then come what each term contributes and the worst runs of every source with their
+terms.
 
 Calibrations hold no factor, so that a fit moves intervals alone.  `--ship` writes them: of every framework on a
-generation of devices what its runs are like (`cost.spreads.Familiarity`), and the general spreads.  These are the
-likeliest for the errors of runs before anybody looked at their source (`first_errors.csv`), times three factors:
-`COVER` of plain runs (known dense models under Megatron-LM's layers) lie inside intervals that are symmetric where
-nothing is hard to predict; as many of all runs lie above their intervals as below; and `COVER` of them lie inside, in
-the mean of sources, of which the next one counts as one more, half outside.  Errors of runs that were in view when the
-model was made, or corrected, say too little of the next source, so that they count nothing.  Where a recipe leaves in
-doubt which of two builds a run had, its interval holds both and its error is that of the nearer one.
+generation of devices what its runs are like (`cost.spreads.Familiarity`), and the general spreads, which are fitted to
+the errors of runs before anybody looked at their source (`first_errors.csv`; `interval_fit.fitted_spreads`).  Errors of
+runs that were in view when the model was made, or corrected, say too little of the next source, so that they count
+nothing.  Where a recipe leaves in doubt which of two builds a run had, its interval holds both and its error is that of
+the nearer one.
 
 usage: python benchmarks/accuracy.py [--runs RUNS.csv] [--scorer SCORER.py] [--worst N] [--as-shipped]
                                      [--report REPORT.md] [--ship]
@@ -33,18 +31,18 @@ from pathlib import Path
 from typing import TextIO
 
 import numpy as np
-from accuracy_cases import BLIND, FINETUNED, Case, calibrations, read_cases, without_source
+from accuracy_cases import BLIND, FINETUNED, Case, calibrations, read_cases
 from interval_fit import (
     COVER,
     MANY_RUNS,
     TAIL,
-    Fitted,
     Step,
     Steps,
     Unseen,
     fitted_spreads,
     general_parts,
     general_text,
+    interval_score,
     source_left_out,
     steps_of,
 )
@@ -53,11 +51,10 @@ from reports import existing, make_parser, write_report
 
 import autoplan
 from autoplan.base.files import write_text
-from autoplan.cost.spreads import GENERAL_PARTS, NORMAL_90, SYMMETRIC, Sides, general_spreads
-from autoplan.readers.calibration import calibration_among, calibration_text
+from autoplan.cost.spreads import NORMAL_90, Sides
+from autoplan.readers.calibration import calibration_text
 from autoplan.runs.predictions import predict, prediction_table
 from autoplan.runs.runs import Run, read_runs
-from autoplan.spec.calibration import Calibration
 from autoplan.spec.run_outcome import Prediction
 from autoplan.spec.terms import STEP_TERMS
 
@@ -127,21 +124,20 @@ class _Both(io.TextIOBase):
 
 def show_general(cases: Sequence[Case]) -> None:
     """Print the general spreads with the runs that each rests on."""
-    unseen = Unseen.of(cases, without_source(cases))
-    fitted = fitted_spreads(unseen)
+    unseen = Unseen.of(cases)
     print("General spreads\n")
-    print(f"{'part':12}{'spread':>8}{'runs':>7}{'sources':>9}{'factor':>8}{'inside':>8}")
-    for part in general_parts(fitted, unseen):
-        row = f"{part.name:12}{part.spread:8.3f}{part.num_runs:7d}{part.num_sources:9d}"
-        print(row + (f"{part.factor:8.2f}{part.inside:8.2f}" if part.num_runs else f"{'-':>8}{'-':>8}"))
-    symmetric = ", ".join(np.array(GENERAL_PARTS)[SYMMETRIC].tolist())
-    print(f"\nOf runs that are faster than predicted, all but {symmetric} are {fitted.below:.2f} times these.\n")
+    print(f"{'part':12}{'value':>8}{'runs':>7}{'sources':>9}{'5 %':>8}{'95 %':>8}{'inside':>8}")
+    for part in general_parts(fitted_spreads(unseen), unseen):
+        low, high = part.ends
+        row = f"{part.name:12}{part.value:8.3f}{part.num_runs:7d}{part.num_sources:9d}"
+        print(f"{row}{low:8.2f}{high:8.2f}{part.inside:8.2f}")
+    print(flush=True)
 
 
 def show_rounds(cases: Sequence[Case]) -> None:
     """Print what intervals that were fitted to the rounds before contain of every round, as first predicted."""
     blind = [case for case in cases if case.round is not None]
-    unseen, rounds = Unseen.of(blind, without_source(cases, blind)), np.array([case.round for case in blind])
+    unseen, rounds = Unseen.of(blind), np.array([case.round for case in blind])
     error = unseen.first_error
     below, above = Sides(*np.full((2, len(blind)), math.nan))
     for number in range(2, rounds.max() + 1):
@@ -149,8 +145,10 @@ def show_rounds(cases: Sequence[Case]) -> None:
         next_sides = unseen.take(is_next).sides(fitted_spreads(unseen.take(rounds < number)))
         below[is_next], above[is_next] = (NORMAL_90 * side for side in next_sides)
     inside, weights = (-below <= error) & (error <= above), unseen.weights
+    score = interval_score(error, below, above)
     print("Rounds by intervals that were fitted to the rounds before\n")
-    print(f"{'round':12}{'runs':>6}{'sources':>9}{'inside':>8}{'mean of sources':>17}{'width':>8}{'median error':>14}")
+    titles = f"{'round':12}{'runs':>6}{'sources':>9}{'inside':>8}{'mean of sources':>17}{'width':>8}"
+    print(f"{titles}{'median error':>14}{'score':>8}")
     for title, which in (
         *((str(number), rounds == number) for number in range(2, rounds.max() + 1)),
         ("all", rounds > 1),
@@ -160,29 +158,27 @@ def show_rounds(cases: Sequence[Case]) -> None:
             f"{title:12}{which.sum():6d}{len(set(unseen.sources[which])):9d}{inside[which].mean():8.2f}"
             f"{of_sources:17.2f}{float(np.median((below + above)[which])):8.2f}"
             f"{float(np.median(np.abs(error[which]))):14.2f}"
+            f"{float(np.average(score[which], weights=weights[which])):8.2f}"
         )
     print(flush=True)
 
 
 def show_kinds(cases: Sequence[Case]) -> None:
     """Print how many runs of a kind are inside if no source had any: of a generation, with experts or without."""
+    everything = Unseen.of(cases)
     kinds = np.array([f"{case.key[1]}, {'experts' if case.problem.model.moe else 'dense'}" for case in cases])
     print(
         "A whole kind of runs left out\n\n" + f"{'kind':24}{'runs':>6}{'sources':>9}{'inside':>8}{'as first said':>15}"
     )
     for kind in np.unique(kinds).tolist():
         is_kind = kinds == kind
-        others = [case for case, own in zip(cases, is_kind, strict=True) if not own]
-        known = calibrations(others)
-        fitted = fitted_spreads(Unseen.of(others, without_source(others)))
-        own = [case for case, other in zip(cases, is_kind, strict=True) if other]
-        unseen = Unseen.of(own, [calibration_among(known, *case.key, is_similar=case.is_similar) for case in own])
+        unseen, fitted = everything.take(is_kind), fitted_spreads(everything.take(~is_kind))
         first = unseen.as_first_predicted
         shares = [
             float(np.mean(of.inside(error, fitted))) if len(error) else math.nan
             for of, error in ((unseen, unseen.error), (first, first.first_error))
         ]
-        print(f"{kind:24}{len(own):6d}{len(set(unseen.sources)):9d}{shares[0]:8.2f}{shares[1]:15.2f}")
+        print(f"{kind:24}{len(unseen.sources):6d}{len(set(unseen.sources)):9d}{shares[0]:8.2f}{shares[1]:15.2f}")
     print(flush=True)
 
 
@@ -219,20 +215,10 @@ def show_widths(cases: Sequence[Case]) -> None:
 
 
 def later_left_out(cases: Sequence[Case]) -> Steps:
-    """Steps of the cases of `LATER` sources, with calibrations and general spreads of those before them alone."""
-    before = calibrations([case for case in cases if case.source not in LATER])
-    made_by = [calibration_among(before, *case.key, is_similar=case.is_similar) for case in cases]
-    is_later = np.array([case.source in LATER for case in cases])
-    fitted = fitted_spreads(Unseen.of(cases, without_source(cases)).take(~is_later))
-    sides = Unseen.of(cases, made_by).take(is_later).sides(fitted)
+    """Steps of the cases of `LATER` sources, with general spreads of those before them alone."""
+    unseen, is_later = Unseen.of(cases), np.array([case.source in LATER for case in cases])
+    sides = unseen.take(is_later).sides(fitted_spreads(unseen.take(~is_later)))
     return steps_of([case for case, later in zip(cases, is_later, strict=True) if later], sides)
-
-
-def uncalibrated(cases: Sequence[Case]) -> Steps:
-    """Steps of all cases with the spreads of runs of which nothing is known but the general case."""
-    unseen = Unseen.of(cases, [Calibration()] * len(cases))
-    shipped = Fitted(squares=general_spreads().squares, below=general_spreads().below)
-    return steps_of(cases, unseen.sides(shipped))
 
 
 def ship(cases: Sequence[Case]) -> None:
@@ -240,7 +226,7 @@ def ship(cases: Sequence[Case]) -> None:
     for name, calibration in calibrations(cases).items():
         write_text(PRESETS / "calibrations" / f"{name}.toml", calibration_text(calibration), force=True)
         print(f"{calibration.name}: {calibration.sources[0]}")
-    unseen = Unseen.of(cases, without_source(cases))
+    unseen = Unseen.of(cases)
     text = general_text(fitted_spreads(unseen), unseen)
     write_text(PRESETS / "spreads.toml", text, force=True)
     print(text)
@@ -284,13 +270,9 @@ def _with_step(prediction: Prediction, step: Step | None) -> Prediction:
 
 
 def show_unseen(cases: Sequence[Case], scoring: Scoring) -> None:
-    """Scores of intervals that have not seen what they are judged on, and of those without calibration."""
+    """Scores of intervals that have not seen what they are judged on."""
     print("Predicted steps are those that ship; traits that presets list as fitted have all runs in view.\n")
-    for title, steps in (
-        ("A whole source left out", source_left_out(cases)),
-        ("No calibration", uncalibrated(cases)),
-    ):
-        print(f"{title}\n\n{scoring.with_steps(steps)}", flush=True)
+    print(f"A whole source left out\n\n{scoring.with_steps(source_left_out(cases))}", flush=True)
     later = scoring.with_steps(later_left_out(cases), LATER)
     print(f"All later sources left out\n\n{later}", flush=True)
 

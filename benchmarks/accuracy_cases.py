@@ -13,7 +13,7 @@ from measured_runs import source_of, with_answers
 
 from autoplan.cost.calibration import MeasuredRun, likeness
 from autoplan.cost.estimate import estimate
-from autoplan.readers.calibration import calibration_among
+from autoplan.readers.calibration import ANOTHER_FRAMEWORK
 from autoplan.runs.predictions import log_doubt
 from autoplan.runs.runs import Run
 from autoplan.spec.calibration import Calibration
@@ -55,7 +55,7 @@ class Case:
     @property
     def is_similar(self) -> bool:
         """Return whether the run is of a framework that is priced as another one."""
-        return "framework" in self.problem.calibration.unseen
+        return self.problem.calibration.name == ANOTHER_FRAMEWORK
 
     @property
     def log_error(self) -> float:
@@ -126,17 +126,3 @@ def _calibration(key: tuple[str, str], own: Sequence[Case]) -> Calibration:
         memory_spread=own[0].problem.calibration.memory_spread,
         sources=(f"{len(own)} runs ({', '.join(sources)}): median error {median:.1f} %",),
     )
-
-
-def without_source(cases: Sequence[Case], asked: Sequence[Case] | None = None) -> list[Calibration]:
-    """The calibration of every case's problem, or of every one `asked`, if nothing were known of its source."""
-    everything, known = calibrations(cases), {}
-    for source in {case.source for case in cases if not case.is_blind}:  # blind ones are in no calibration
-        keys = {case.key for case in cases if case.source == source}
-        others = calibrations([case for case in cases if case.key in keys and case.source != source])
-        names = {"-".join(key) for key in keys}
-        known[source] = {name: of for name, of in everything.items() if name not in names} | others
-    return [
-        calibration_among(known.get(case.source, everything), *case.key, is_similar=case.is_similar)
-        for case in (cases if asked is None else asked)
-    ]

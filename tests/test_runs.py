@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import random
 import re
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 from autoplan.base.errors import InputError
 from autoplan.cli.predict import predict as command
-from autoplan.cost.spreads import NORMAL_90, general_spreads
 from autoplan.runs.predictions import COLUMNS, Prediction, predict, predict_all, prediction_table
 from autoplan.runs.runs import Run, read_runs
 from autoplan.spec.estimate import VERDICTS
@@ -619,17 +617,6 @@ def test_the_command_writes_a_table_and_keeps_to_the_rules_of_outputs(
         command(runs=runs, out=tmp_path, force=True)
     with pytest.raises(InputError, match="cannot be written"):
         command(runs=runs, out=Path("/proc/out.csv"))
-
-
-def test_a_run_priced_by_kin_has_the_interval_of_an_unknown_framework(tmp_path: Path) -> None:
-    row = LLAMA | {"tp": "1", "cp": "1", "pp": "1", "vp": "", "dp": "64", "sharding": "zero3", "global_batch": "64"}
-    known, kin = (
-        predict(run)
-        for run in runs_of(tmp_path, row | {"framework": "PyTorch FSDP"}, row | {"id": "2", "framework": "YaFSDP"})
-    )
-    assert None not in (known.step_time_s, kin.step_time_s, known.step_time_high_s, kin.step_time_high_s)
-    widths = [math.log(run.step_time_high_s / run.step_time_s) / NORMAL_90 for run in (known, kin)]  # type: ignore[operator]
-    assert widths[1] ** 2 > widths[0] ** 2 + 0.9 * general_spreads().framework ** 2
 
 
 def test_a_variant_of_a_device_has_the_memory_that_the_row_says(tmp_path: Path) -> None:

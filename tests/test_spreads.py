@@ -1,4 +1,4 @@
-"""Spread of a step: the runs of a calibration, what is new beside them, and how the parts add up."""
+"""Spread of a step: that of similar runs, and how hard the problem is to predict."""
 
 from __future__ import annotations
 
@@ -11,27 +11,22 @@ import pytest
 from autoplan.api.problem import make_problem
 from autoplan.cost.estimate import estimate
 from autoplan.cost.spreads import (
-    GENERAL_PARTS,
-    HARD,
-    KINDS,
+    FACTORS,
+    MOST_HALVINGS,
     NORMAL_90,
-    NOVELTIES,
     UNEXPOSED,
     Familiarity,
-    component_shares,
     exposed_shares,
-    faster_squares,
     general_spreads,
     kinds_of,
     spread_kinds,
     spread_range,
 )
 from autoplan.frameworks.presets import load_framework
-from autoplan.readers.calibration import calibration_among, shipped_calibrations
+from autoplan.readers.calibration import ANOTHER_FRAMEWORK, calibration_among, shipped_calibrations
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.finetuning import load_finetuning
 from autoplan.spec.calibration import TIME_SPREADS, Calibration
-from autoplan.spec.enums import Precision
 from autoplan.spec.estimate import CostEstimate
 from autoplan.spec.measurement import Measurement
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -59,39 +54,47 @@ def spread_under(calibration: Calibration, problem: Problem | None = None, plan:
     return spread_of(price(replace(problem or problem_of(), calibration=calibration), plan))
 
 
-def test_a_plan_without_any_run_has_the_parts_of_its_components() -> None:
-    cost = price(problem_of(calibration=Calibration()), SPREAD)
-    general, shares = general_spreads(), component_shares(cost.terms_s)[0]
-    expected = general.any_step**2 + general.narrow**2
-    expected += sum((getattr(general, name) * share) ** 2 for name, share in zip(HARD, shares[1:], strict=True))
-    assert spread_of(cost) == pytest.approx(math.sqrt(expected))
+@pytest.mark.parametrize(
+    ("model", "framework", "kinds"),
+    [
+        ("llama3-70b", "megatron-core", {}),
+        ("llama3-405b", "megatron-core", {}),
+        ("llama3-8b", "megatron-core", {"other": 1, "halving": 1}),
+        ("llama3-70b", "torchtitan", {"other": 1, "own_layers": 1}),
+        ("mixtral-8x7b", "megatron-core", {"other": 1, "halving": 1, "mixture": 1}),
+    ],
+)
+def test_problems_are_the_harder_the_further_they_are_from_wide_dense_models_under_megatrons_layers(
+    model: str, framework: str, kinds: dict[str, float]
+) -> None:
+    problem = replace(problem_of(model, Calibration()), framework=load_framework(framework))
+    assert kinds_of(problem).tolist() == [kinds.get(name, 0) for name in FACTORS]
+    cost, general = price(problem, SPREAD), general_spreads()
+    faster, slower = np.log([cost.step_s[0] / cost.low_s[0], cost.high_s[0] / cost.step_s[0]]) / NORMAL_90
+    both = {name: power for name, power in kinds.items() if name in ("other", "halving")}
+    below, above = (
+        general.plain * math.prod(getattr(general, name) ** power for name, power in of.items()) for of in (both, kinds)
+    )
+    assert (faster, slower) == pytest.approx((below, above))
+    assert spread_range(problem) == pytest.approx((above, above))
+
+
+def test_tiny_models_are_as_hard_as_the_smallest_that_was_measured() -> None:
+    problem = problem_of(calibration=Calibration())
+    tiny = replace(problem, model=replace(problem.model, hidden_size=64, num_heads=4, num_kv_heads=4))
+    assert kinds_of(tiny)[FACTORS.index("halving")] == MOST_HALVINGS
+
+
+def test_measured_kernels_leave_only_experts_hard_to_predict() -> None:
+    gemm = Measurement(operation="gemm", shape=(64, 64, 64), dtype="bf16", device="h100-sxm", seconds=1e-5)
+    for model, expected in (("llama3-8b", []), ("mixtral-8x7b", ["mixture"])):
+        problem = replace(problem_of(model, Calibration()), framework=load_framework("torchtitan"))
+        measured = replace(problem, timings=TimingTable.of([gemm]))
+        assert [name for name, power in zip(FACTORS, kinds_of(measured), strict=True) if power] == expected
 
 
 def test_runs_like_a_plan_have_their_spread() -> None:
     assert spread_under(OWN) == pytest.approx(0.06)
-
-
-def test_what_is_hard_to_predict_makes_runs_slower_rather_than_faster() -> None:
-    of_others, own = (price(problem_of(calibration=calibration), SPREAD) for calibration in (Calibration(), OWN))
-    general = general_spreads()
-    symmetric = math.hypot(general.any_step, general.narrow)
-    for cost, every, below in ((of_others, symmetric, general.below), (own, 0.0, 1.0)):
-        faster, slower = np.log([cost.step_s[0] / cost.low_s[0], cost.high_s[0] / cost.step_s[0]]) / NORMAL_90
-        assert faster**2 - every**2 == pytest.approx(below**2 * (slower**2 - every**2))
-    assert general.below < 1.0
-
-
-@pytest.mark.parametrize(("scale", "halvings"), [(1.0, 0.0), (2.0, 1.0), (8.0, 3.0)])
-def test_steps_below_a_second_are_less_sure_with_every_halving(scale: float, halvings: float) -> None:
-    cost = price(problem_of(calibration=Calibration()), SPREAD)
-    size = float(cost.step_s[0]) * scale  # to a step of 1 s, of a half, of an eighth
-    terms = {name: value / size for name, value in cost.terms_s.items()}
-    known = Familiarity.of(problem_of(calibration=Calibration()), cost.batch)
-    second, shorter = (
-        known.sides({name: value * times for name, value in terms.items()}, cost.step_s / size * times).above[0]
-        for times in (scale, 1.0)
-    )
-    assert shorter**2 - second**2 == pytest.approx(halvings * general_spreads().short ** 2)
 
 
 def test_a_slow_link_takes_more_of_a_step_than_a_fast_one_spares() -> None:
@@ -117,53 +120,30 @@ def test_what_a_plan_exposes_beyond_the_runs_takes_it_out_of_them() -> None:
     assert spread_under(replace(OWN, exposed_share=share - 0.01)) == pytest.approx(spread_under(Calibration()))
 
 
-@pytest.mark.parametrize(
-    ("novelty", "change", "times"),
-    [
-        ("framework", {"unseen": ("framework",)}, 1.0),
-        ("generation", {"unseen": ("generation",)}, 1.0),
-        ("device", {"unseen": ("device",)}, 1.0),
-        ("precision", {"precisions": ("fp8",)}, 1.0),
-        ("size", {"most_devices": 2}, math.sqrt(3)),  # 16 devices are three doublings beyond
-    ],
-)
-def test_every_novelty_adds_its_spread_in_quadrature(novelty: str, change: dict[str, object], times: float) -> None:
-    plain = spread_under(Calibration())
-    found = spread_under(replace(OWN, **change))  # type: ignore[arg-type]
-    assert found**2 - plain**2 == pytest.approx((times * getattr(general_spreads(), novelty)) ** 2)
+@pytest.mark.parametrize("change", [{"precisions": ("fp8",)}, {"most_devices": 8}])
+def test_runs_say_nothing_of_a_plan_with_something_new(change: dict[str, object]) -> None:
+    assert spread_under(replace(OWN, **change)) == pytest.approx(spread_under(Calibration()))  # type: ignore[arg-type]
 
 
-def test_a_model_with_experts_is_new_beside_dense_ones() -> None:
+def test_runs_of_dense_models_say_nothing_of_a_model_with_experts() -> None:
     problem = problem_of("mixtral-8x7b")
-    plain, found = (spread_under(calibration, problem) for calibration in (Calibration(), OWN))
-    assert found**2 - plain**2 == pytest.approx(general_spreads().model ** 2)
+    assert spread_under(OWN, problem) == pytest.approx(spread_under(Calibration(), problem))
     known = replace(OWN, blocks=("dense", "experts"), experts_time_spread=0.3)
     assert spread_under(known, problem) == pytest.approx(0.3)
 
 
-def test_adapters_are_new_beside_runs_that_trained_all_weights() -> None:
+def test_runs_that_trained_all_weights_say_nothing_of_adapters() -> None:
     whole = problem_of()
     adapters = replace(whole, training=replace(whole.training, finetuning=load_finetuning("lora:r=16")))
-    batch = PlanBatch.of([SPREAD], whole.model.num_layers)
-    at = NOVELTIES.index("model")
-    assert [Familiarity.of(problem, batch).novelty[0, at] for problem in (whole, adapters)] == [0.0, 1.0]
     known = replace(adapters, calibration=replace(OWN, blocks=("adapters", "dense")))
-    assert Familiarity.of(known, batch).novelty[0, at] == 0.0
-
-
-def test_a_generation_whose_kernels_were_measured_is_not_new() -> None:
-    unseen = Calibration(unseen=("generation",))
-    gemm = Measurement(operation="gemm", shape=(64, 64, 64), dtype="bf16", device="h100-sxm", seconds=1e-5)
-    problem = problem_of(calibration=unseen)
-    measured = replace(problem, timings=TimingTable.of([gemm]))
-    batch = PlanBatch.of([SPREAD], problem.model.num_layers)
-    at = NOVELTIES.index("generation")
-    assert [Familiarity.of(asked, batch).novelty[0, at] for asked in (problem, measured)] == [1.0, 0.0]
+    batch = PlanBatch.of([SPREAD], whole.model.num_layers)
+    weights = [Familiarity.of(problem, batch).weight[0] for problem in (whole, adapters, known)]
+    assert weights == [1.0, 0.0, 1.0]
 
 
 def test_measurements_that_a_plan_does_not_rest_on_make_it_no_surer() -> None:
     """Records of other shapes had made the interval of a machine that nobody else knew a third as wide."""
-    problem = problem_of(calibration=Calibration(unseen=("generation",)))
+    problem = problem_of(calibration=Calibration())
     model, plan = problem.model, ParallelPlan(global_batch=32, tp=4, dp_shard=4)
     unused = Measurement(
         operation="latent_attention", shape=(1, 64, 4, 192, 128), dtype="bf16", device="h100-sxm", seconds=1
@@ -180,8 +160,7 @@ def test_measurements_that_a_plan_does_not_rest_on_make_it_no_surer() -> None:
         spread_of(price(replace(problem, timings=TimingTable.of(of)), plan)) for of in ([], [unused], products)
     )
     assert other == plain
-    seen = replace(problem, calibration=Calibration(), timings=TimingTable.of(products))
-    assert own == spread_of(price(seen, plan))
+    assert own == pytest.approx(general_spreads().plain)
 
 
 def test_links_that_differ_widen_a_step_by_the_share_in_which_they_are_waited_for() -> None:
@@ -228,73 +207,23 @@ def test_no_plan_has_less_than_its_least_spread_or_than_that_of_the_problem() ->
 def test_parts_of_a_mixed_cluster_are_known_as_the_least_known_of_them() -> None:
     problem = problem_of(calibration=OWN)
     batch = PlanBatch.of([SPREAD], problem.model.num_layers)
-    parts = [OWN, replace(OWN, time_spread=0.3), replace(OWN, unseen=("framework",))]
+    parts = [OWN, replace(OWN, time_spread=0.3), replace(OWN, precisions=("fp8",))]
     known = [Familiarity.of(replace(problem, calibration=part), batch) for part in parts]
     both = Familiarity.full(1)
     for part in known:
         both.lessen(np.zeros(1, dtype=np.int64), part)
     assert both.kind_variance[0] == pytest.approx(0.3**2)
     assert both.weight[0] == 0.0
-    assert both.novelty[0, NOVELTIES.index("framework")] == 1.0
-
-
-def test_mixtures_of_experts_have_a_part_of_their_own_whether_they_are_new_or_not() -> None:
-    seen = Calibration(blocks=("dense", "experts"))
-    for model, expected in (("llama3-8b", 0.0), ("mixtral-8x7b", 1.0)):
-        problem = problem_of(model, calibration=seen)
-        cost = price(problem, SPREAD)
-        _, parts = Familiarity.of(problem, cost.batch).own_parts(cost.terms_s, cost.step_s)
-        found = parts[0, [GENERAL_PARTS.index("mixture"), GENERAL_PARTS.index("model")]]
-        assert found.tolist() == [expected, 0.0]
-
-
-def test_layers_of_other_code_than_megatrons_are_less_sure_until_they_are_measured() -> None:
-    problem = problem_of(calibration=Calibration())
-    plain, other = (replace(problem, framework=load_framework(name)) for name in ("megatron-core", "torchtitan"))
-    gemm = Measurement(operation="gemm", shape=(64, 64, 64), dtype="bf16", device="h100-sxm", seconds=1e-5)
-    batch, at = PlanBatch.of([SPREAD], problem.model.num_layers), KINDS.index("own_layers")
-    measured = replace(other, timings=TimingTable.of([gemm]))
-    assert [Familiarity.of(asked, batch).kinds[0, at] for asked in (plain, other, measured)] == [0.0, 1.0, 0.0]
-    general, added = general_spreads(), spread_range(other)[0] ** 2 - spread_range(plain)[0] ** 2
-    assert added == pytest.approx(general.own_layers**2 - general.narrow**2)
-    cost = price(other, SPREAD)
-    assert spread_of(cost) >= Familiarity.of(other, cost.batch).least[0] >= spread_range(other)[0]
-    with_runs = replace(other, calibration=OWN)
-    assert spread_of(price(with_runs, SPREAD)) == pytest.approx(0.06)
-
-
-def test_narrow_models_under_megatrons_layers_are_less_sure_on_both_sides_until_they_are_measured() -> None:
-    narrow, wide = (problem_of(model, calibration=Calibration()) for model in ("llama3-8b", "llama3-70b"))
-    gemm = Measurement(operation="gemm", shape=(64, 64, 64), dtype="bf16", device="h100-sxm", seconds=1e-5)
-    measured = replace(narrow, timings=TimingTable.of([gemm]))
-    other = replace(narrow, framework=load_framework("torchtitan"))
-    at = KINDS.index("narrow")
-    assert [kinds_of(problem)[at] for problem in (narrow, wide, measured, other)] == [1.0, 0.0, 0.0, 0.0]
-    squares = np.ones(len(GENERAL_PARTS))
-    one_sided = faster_squares(squares, 0.5)[[GENERAL_PARTS.index(name) for name in ("narrow", "mixture")]]
-    assert one_sided.tolist() == [1.0, 0.25]
-
-
-@pytest.mark.parametrize(
-    ("cluster", "precision", "expected"),
-    [("b200-sxm:1x8", "bf16", 1.0), ("b200-sxm:1x8", "fp8", 0.0), ("h100-sxm:1x8", "bf16", 0.0)],
-)
-def test_16_bit_products_on_blackwell_are_less_sure(cluster: str, precision: Precision, expected: float) -> None:
-    problem = problem_of(calibration=Calibration())
-    training = replace(problem.training, precision=precision)
-    problem = replace(problem, cluster=load_cluster(cluster), training=training)
-    assert kinds_of(problem)[KINDS.index("power")] == expected
 
 
 def test_fine_tuning_by_other_code_than_megatrons_is_less_sure_than_its_pretraining() -> None:
     problem = problem_of(calibration=Calibration())
     tuned = replace(problem, training=replace(problem.training, finetuning=load_finetuning("full")))
-    batch, at = PlanBatch.of([SPREAD], problem.model.num_layers), KINDS.index("own_tuning")
     megatron, other = (replace(tuned, framework=load_framework(name)) for name in ("megatron-core", "torchtitan"))
     untuned = replace(problem, framework=other.framework)
-    assert [Familiarity.of(asked, batch).kinds[0, at] for asked in (megatron, other, untuned)] == [0.0, 1.0, 0.0]
-    added = spread_range(other)[0] ** 2 - spread_range(untuned)[0] ** 2
-    assert added == pytest.approx(general_spreads().own_tuning ** 2)
+    at = FACTORS.index("own_tuning")
+    assert [kinds_of(asked)[at] for asked in (megatron, other, untuned)] == [0.0, 1.0, 0.0]
+    assert spread_range(other)[0] == pytest.approx(spread_range(untuned)[0] * general_spreads().own_tuning)
 
 
 def test_experts_are_a_kind_of_their_own() -> None:
@@ -308,24 +237,19 @@ def test_experts_are_a_kind_of_their_own() -> None:
 # -- which calibration holds ------------------------------------------------------------------------------------------
 
 
-def test_calibrations_of_a_framework_elsewhere_leave_the_generation_unseen() -> None:
+def test_a_framework_without_runs_on_a_generation_has_those_that_it_has_elsewhere() -> None:
     known = {
         "own-hopper": replace(OWN, name="own on hopper"),
         "other-volta": replace(OWN, name="other on volta", blocks=("dense", "experts"), most_devices=64),
     }
     assert calibration_among(known, "own", "hopper") == known["own-hopper"]
     elsewhere = calibration_among(known, "own", "volta")
-    assert (elsewhere.unseen, elsewhere.time_spread) == (("generation",), None)
-    assert (elsewhere.blocks, elsewhere.most_devices) == (("dense",), 16)
-    never = calibration_among(known, "third", "volta")
-    assert (never.unseen, never.most_devices) == ((), 64)
-    assert calibration_among(known, "third", "cdna3").unseen == ("generation", "device")
+    assert (elsewhere.blocks, elsewhere.most_devices, elsewhere.time_spread) == (("dense",), 16, None)
+    assert calibration_among(known, "third", "volta").most_devices == 64
     kin = calibration_among(known, "own", "hopper", is_similar=True)
-    assert (kin.unseen, kin.time_spread) == (("framework",), None)
-    assert calibration_among({}, "own", "hopper").unseen == ("generation", "device")
+    assert (kin.name, kin.time_spread) == (ANOTHER_FRAMEWORK, None)
 
 
 def test_every_general_spread_says_what_it_rests_on() -> None:
-    general = general_spreads()
-    assert set(general.evidence) == {*GENERAL_PARTS, "below"}
+    assert set(general_spreads().evidence) == {"plain", *FACTORS}
     assert all(own.time_spread is None for own in shipped_calibrations().values())

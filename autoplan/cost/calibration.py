@@ -292,7 +292,7 @@ def calibrated(runs: Sequence[MeasuredRun], *, name: str, prior: ClusterPrior = 
             changed[kind] = float(np.sqrt(weight * conformal_spread(errors) ** 2 + (1 - weight) * started))
     sources = (*base.sources, f"{len(runs)} runs of one's own")
     return Fitted(
-        calibration=replace(fitted_to_all, name=name, sources=sources, unseen=(), **(changed | _likeness(runs, base))),
+        calibration=replace(fitted_to_all, name=name, sources=sources, **(changed | _likeness(runs, base))),
         median_error_before=float(np.median(np.abs(np.expm1(before)))),
         median_error=float(np.median(np.abs(np.expm1(left_out)))),
     )

@@ -15,6 +15,7 @@ from autoplan.topology.cluster import DeviceSpec
 # For runs priced with the facts of a similar framework: 90 % of the 60 runs (six sources) that use more than 40 % of a
 # device's memory are within .29, and 90 % of the 46 runs above 60 % within .18: .18 and .11.
 SIMILAR_MEMORY_SPREAD = 0.15
+ANOTHER_FRAMEWORK = "another framework"  # name of the calibration of such runs
 
 
 @lru_cache(maxsize=1)
@@ -43,19 +44,16 @@ def calibration_among(
 ) -> Calibration:
     """Return the calibration of a framework on a generation, chosen from `calibrations`.
 
-    If none matches both, the result says what is unseen, and is based on runs of this framework on other generations,
-    or of any framework.
+    If none matches both, the result is based on runs of this framework on other generations, or of any framework.
     """
     exact = calibrations.get(f"{framework}-{generation}")
     if exact and exact.blocks and not is_similar:
         return exact
     names = {name: name.rpartition("-") for name, calibration in calibrations.items() if calibration.blocks}
     elsewhere = [calibrations[name] for name, (of_framework, _, _) in names.items() if of_framework == framework]
-    under_any = {parts[2] for parts in names.values()}
-    is_new = generation not in under_any if is_similar or not elsewhere else True
     similar = (elsewhere if elsewhere and not is_similar else [calibrations[name] for name in names]) or [Calibration()]
     base = (
-        Calibration(name="another framework", memory_spread=SIMILAR_MEMORY_SPREAD)
+        Calibration(name=ANOTHER_FRAMEWORK, memory_spread=SIMILAR_MEMORY_SPREAD)
         if is_similar
         else exact or Calibration()
     )
@@ -64,7 +62,6 @@ def calibration_among(
         blocks=tuple(sorted({block for calibration in similar for block in calibration.blocks})),
         precisions=tuple(sorted({precision for calibration in similar for precision in calibration.precisions})),
         most_devices=max(calibration.most_devices for calibration in similar),
-        unseen=("framework",) * is_similar + ("generation",) * is_new + ("device",) * (generation not in under_any),
         memory_spread=base.memory_spread,
         sources=base.sources,
     )
@@ -87,7 +84,7 @@ def calibration_text(calibration: Calibration) -> str:
     lines += [f"most_devices = {calibration.most_devices}"] if calibration.most_devices else []
     lines += [
         f"{name} = [{', '.join(map(_quoted, value))}]"
-        for name in ("blocks", "precisions", "unseen")
+        for name in ("blocks", "precisions")
         if (value := getattr(calibration, name))
     ]
     if calibration.exposed_share < 1:

@@ -41,8 +41,8 @@ class Calibration:
 
     A factor of 1 is the reference model.  Spreads are standard deviations of log(measured / predicted).  Plans that
     resemble the runs of the calibration get the spread of those runs, by kind of plan; all others get the general
-    spreads of `cost.spreads`, widened by what is new about them.  The 90 % interval of a step time is exp(+-1.645
-    spread) around the prediction, and the probability of running out of memory follows from `memory_spread`.
+    spreads of `cost.spreads`.  The 90 % interval of a step time is exp(+-1.645 spread) around the prediction, and the
+    probability of running out of memory follows from `memory_spread`.
     """
 
     name: str = "reference"
@@ -64,7 +64,6 @@ class Calibration:
     most_devices: int = 0  # 0: any number
     # Share of a step outside of kernels, without bubbles, up to which plans resemble the runs: their 95 % quantile.
     exposed_share: float = 1.0
-    unseen: tuple[str, ...] = ()  # aspects of a whole problem that no run covers: `cost.spreads.ABOUT_PROBLEM`
     memory_spread: float = 0.06
     sources: tuple[str, ...] = ()
     fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept

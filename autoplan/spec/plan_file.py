@@ -55,7 +55,7 @@ def _spelled(text: str) -> str:
     return f"{name}={shown(AXIS[name].parse(value, '--forbid'))}" if sign and name in AXIS else f"{name}{sign}{value}"
 
 
-PLAN_FILE_VERSION = 12
+PLAN_FILE_VERSION = 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ def _check_version(table: Mapping[str, Any], key: str, version: int) -> None:
         raise InputError(f"{key} is {table[key]}, this autoplan reads {version}{command}")
 
 
-MIXED_FILE_VERSION = 7
+MIXED_FILE_VERSION = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
