@@ -35,7 +35,7 @@ def test_a_slower_answer_is_told_with_the_change_that_beats_it(changes: Any) -> 
     best = autoplan.search("llama3-8b", **place)
     assert best.file.certificate
     slow = replace(best.file.certificate, slower_than_fastest=None)
-    worst = autoplan.search("llama3-8b", **place, fix=["recompute=full"])
+    worst = autoplan.search("llama3-8b", **place, fix=["recompute=full", "micro_batch=1"])
     file = replace(worst.file, certificate=slow)
     answer = replace(worst, file=file)
     case = changes.Case(command="a problem", batch="64", space_flags={}, problem=worst.problem, space=None)
