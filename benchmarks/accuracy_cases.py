@@ -22,7 +22,7 @@ from autoplan.spec.problem import Problem
 
 MIN_RUNS = 15  # of a framework on a generation, for a calibration
 # log(measured / predicted) of runs before anything was changed for them: blind ones at 52dd93eb, of round 5 at
-# 64938afe, of round 6 at 8d046304, of round 7 at 6304bef7; others at 0d6b68c5.
+# 64938afe, of round 6 at 8d046304, of later rounds at the commit that docs/blind-rounds.md names; others at 0d6b68c5.
 FIRST_ERRORS = Path(__file__).with_name("first_errors.csv")
 ROUNDS = Path(__file__).with_name("rounds.csv")  # in which a source was first predicted
 BLIND = Path(__file__).with_name("blind_runs.csv")

@@ -59,9 +59,7 @@ class Memory:
     bucket_bytes: float = 0.0  # through which gradients are reduced, and under zero1 weights gathered, in pieces
     whole_gather_copies: int = 0  # of a rank's weights, alive while zero1 gathers the shards at the end of a step
     bytes_per_logit: float = 8.0  # at the peak of head and loss: bf16 logits, fp32 copy, bf16 gradient (`modelling` B3)
-    bytes_per_parallel_logit: float = (
-        0.0  # more where tp > 1: pieces that ranks gather, or the steps of a parallel loss
-    )
+    bytes_per_parallel_logit: float = 0.0  # more where tp > 1: gathered pieces, or the steps of a parallel loss
     keeps_logits: bool = False  # logits stay through the backward pass of the layers, not only of the head
     shards_logits: bool = True  # vocabulary-parallel cross entropy
     pads_vocab_to: int = 128  # multiple of this times tp
