@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 
-from autoplan.frameworks.common.launch import Unread
+from autoplan.frameworks.common.launch import Silent, Unread
 from autoplan.frameworks.common.media import OF_MEDIA, media_variables
 
 _OFF = ("", "0", "false", "no", "off")
@@ -45,9 +45,8 @@ def variables_in(words: Iterable[str]) -> dict[str, str]:
 
 def unread_variables(environment: Mapping[str, str]) -> list[Unread]:
     """Return the variables of an environment that may change the time or memory of a step."""
-    found = [
-        Unread(option=name, value=environment[name][:80], why=OF_MEDIA, matters=False, is_silent=True)
-        for name in media_variables(environment)
+    found: list[Unread] = [
+        Silent(option=name, value=environment[name][:80], why=OF_MEDIA) for name in media_variables(environment)
     ]
     for name, value in sorted(environment.items()):
         is_off = value.strip().casefold() in _OFF

@@ -32,23 +32,26 @@ class LaunchContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unread:
-    """An option that was not understood, with its value and the reason; `matters` if it may affect time or memory.
-
-    One that `is_silent` is only looked at by the checks of every format, such as an option that costs nothing.
-    """
+    """An option that was not understood, with its value and the reason; `matters` if it may affect time or memory."""
 
     option: str
     value: str
     why: str
     matters: bool = True
-    is_silent: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent(Unread):
+    """An option that only the checks of every format look at, such as one that costs nothing."""
+
+    matters: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """The run in a launch file.  `options` are the options that plan, model and training were read from, as written.
 
-    What of `unread` is silent is kept apart.
+    Silent ones among `unread` are kept apart.
     """
 
     target: str  # by its name among the targets of export
@@ -58,11 +61,11 @@ class Launch:
     plan: ParallelPlan
     options: tuple[tuple[str, str], ...] = ()
     unread: tuple[Unread, ...] = ()
-    silent: tuple[Unread, ...] = ()
+    silent: tuple[Silent, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "silent", (*self.silent, *(item for item in self.unread if item.is_silent)))
-        object.__setattr__(self, "unread", tuple(item for item in self.unread if not item.is_silent))
+        object.__setattr__(self, "silent", (*self.silent, *(item for item in self.unread if isinstance(item, Silent))))
+        object.__setattr__(self, "unread", tuple(item for item in self.unread if not isinstance(item, Silent)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from autoplan.base import files
 from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
-from autoplan.frameworks.common.launch import Unread
+from autoplan.frameworks.common.launch import Silent, Unread
 
 Word = TypeVar("Word")
 
@@ -263,7 +263,7 @@ class Options:
                 yield from self._inside[key]._unread(harmless)
             elif key in self._costless - self.understood:
                 for name, text in _leaves(argument):
-                    yield Unread(option=name, value=text, why=COSTS_NOTHING, matters=False, is_silent=True)
+                    yield Silent(option=name, value=text, why=COSTS_NOTHING)
             elif self.has(key) and key not in self.understood:
                 costs = harmless is None or harmless.fullmatch(key) is None
                 why = NOT_KNOWN if costs else COSTS_NOTHING

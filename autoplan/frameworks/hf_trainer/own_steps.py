@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from autoplan.base.errors import InputError
-from autoplan.frameworks.common.launch import Unread
+from autoplan.frameworks.common.launch import Silent, Unread
 from autoplan.frameworks.common.literals import dotted, parsed
 from autoplan.frameworks.common.media import OF_MEDIA, media_in
 
@@ -114,9 +114,7 @@ def _is_true(values: list[ast.expr]) -> bool:
 def _of_media(node: ast.AST) -> Iterator[Unread]:
     """Yield the names of a part that tell of images, video or sound."""
     for name in media_in(node):
-        yield Unread(
-            option=name, value=f"line {getattr(node, 'lineno', 0)}", why=OF_MEDIA, matters=False, is_silent=True
-        )
+        yield Silent(option=name, value=f"line {getattr(node, 'lineno', 0)}", why=OF_MEDIA)
 
 
 def _of_other_files(tree: ast.Module, beside: Callable[[str], str | None]) -> Iterator[Unread]:
