@@ -21,6 +21,9 @@ TAIL = (1 - COVER) / 2
 MANY_RUNS = 10  # of a source: more of them count no more
 SMOOTH = 0.005  # of a logarithm: over it the slope of the score changes at the end of an interval, for the minimiser
 LEAST_SHARE = 1e-3  # beyond an end, however few sources are known
+# Runs of the next round are harder than those fitted to: in order of time over rounds 2 to 11, spreads as fitted hold
+# 88 % of them (mean of sources), and 1.1 times as wide 90 %, at the same interval score.
+MARGIN = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +88,7 @@ def interval_score(error: Floats, below: Floats, above: Floats) -> Floats:
 
 
 def fitted_spreads(unseen: Unseen) -> GeneralSpreads:
-    """General spreads with the least interval score on first errors.
+    """General spreads with the least interval score on first errors, widened by `MARGIN`.
 
     Every source of ten runs counts the same, since its runs share a machine and recipes and err alike; one of fewer
     counts less, as a single run may err for reasons of its own.  For the same reason the next source counts as one
@@ -116,7 +119,7 @@ def fitted_spreads(unseen: Unseen) -> GeneralSpreads:
     bounds = [(math.log(1e-2), math.log(2.0))] + [(0.0, math.log(10.0))] * len(FACTORS)  # no factor is below 1
     found = minimize(score, start, jac=True, method="L-BFGS-B", bounds=bounds)
     plain, *factors = np.exp(found.x).tolist()
-    return GeneralSpreads(plain=plain, **dict(zip(FACTORS, factors, strict=True)), evidence={})
+    return GeneralSpreads(plain=MARGIN * plain, **dict(zip(FACTORS, factors, strict=True)), evidence={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from interval_fit import Unseen, fitted_spreads, interval_score
+from interval_fit import MARGIN, Unseen, fitted_spreads, interval_score
 
 from autoplan.base.arrays import Floats
 from autoplan.cost.spreads import FACTORS, NORMAL_90, Sides
@@ -31,8 +31,8 @@ def test_other_code_that_errs_upwards_has_a_longer_upper_side_and_the_lower_one_
     fitted = fitted_spreads(unseen_of(error, num_runs, own_layers=is_own.astype(np.float64)))
     below, above = fitted.sides(np.eye(len(FACTORS))[[FACTORS.index("own_layers")]])
     # Of 60 sources and the next, a quarter of which is beyond either end, a twentieth is.
-    assert fitted.plain == pytest.approx(0.1, rel=0.06)
-    assert (below[0], above[0]) == pytest.approx((fitted.plain, 0.4), rel=0.06)
+    assert fitted.plain == pytest.approx(MARGIN * 0.1, rel=0.06)
+    assert (below[0], above[0]) == pytest.approx((fitted.plain, MARGIN * 0.4), rel=0.06)
     assert (fitted.halving, fitted.mixture) == pytest.approx((1.0, 1.0))  # of which no run tells
 
 
@@ -43,4 +43,4 @@ def test_intervals_are_the_wider_the_fewer_sources_are_known() -> None:
         error = np.repeat(random.permutation(np.linspace(-0.2, 0.2, num_sources)), 10)
         ends.append(fitted_spreads(unseen_of(error, 10)).plain * NORMAL_90)
     assert ends[0] > ends[1] > ends[2]
-    assert ends[2] == pytest.approx(0.9 * 0.2, rel=0.05)
+    assert ends[2] == pytest.approx(MARGIN * 0.9 * 0.2, rel=0.05)
