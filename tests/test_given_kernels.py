@@ -207,6 +207,8 @@ def test_kernels_are_compiled_where_asked(mine: Path) -> None:
     assert not kernels["attention"].is_compiled
     with torch.compiler.set_stance("force_eager"):  # what it makes takes half a minute
         check_runs({"norm": kernels["norm"], "norm_backward": kernels["norm_backward"]}, "fp32", CPU)
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(InputError, match="recompile"):
+        check_runs({"norm": kernels["norm"]}, "fp32", CPU)
 
 
 def test_a_library_names_all_its_kernels() -> None:
