@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import re
 import shutil
 import signal
 import sqlite3
@@ -21,7 +20,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import MetaData, inspect, text
+from sqlalchemy import MetaData, event, func, inspect, select, text
 
 from autoplan.api.database import change, copy
 from autoplan.base.errors import InputError, StoreError, StoreWarning
@@ -838,11 +837,25 @@ def test_the_seconds_in_the_table_are_the_median_of_the_samples(store: Store) ->
     assert math.isclose(GEMM.seconds, 2.1e-4)
 
 
-def test_the_index_of_a_search_is_used(tmp_path: Path) -> None:
-    with open_store(str(tmp_path / "timings.db")) as store:
-        store.add(some_records(0, 50))
-    plan = sqlite3.connect(tmp_path / "timings.db").execute(
-        "EXPLAIN QUERY PLAN SELECT id, seconds, measured_at, mode FROM records WHERE fingerprint_id IN (1, 2)"
-        " AND status = 'ok' AND is_alone = 1"
-    )
-    assert any(re.search("COVERING INDEX records_by_work", row[-1]) for row in plan)
+def test_what_is_read_at_once_is_one_state(store: Store, url: str) -> None:
+    store.add([GEMM])
+    count = select(func.count()).select_from(schema.records)
+    with store._database.reading() as connection:
+        before = connection.execute(count).scalar()
+        with open_store(url) as other:
+            other.add(some_records(0, 3))
+        assert connection.execute(count).scalar() == before
+
+
+def test_the_times_of_a_machine_are_read_from_the_index_without_a_sort(tmp_path: Path) -> None:
+    place, asked = tmp_path / "timings.db", []
+    with open_store(str(place)) as store:
+        store.add([GEMM, *some_records(0, 50)])
+        event.listen(store._database.engine, "before_cursor_execute", lambda *call: asked.append(call[2:4]))
+        store.timings(LAB, operations=["gemm", "dgrad"])
+    joined = [query for query in asked if "GROUP BY" in query[0] and "group_concat" in query[0]]
+    assert joined
+    for statement, values in joined:
+        plan = [row[-1] for row in sqlite3.connect(place).execute(f"EXPLAIN QUERY PLAN {statement}", values)]
+        assert "USING COVERING INDEX records_by_work" in plan[0]
+        assert not any("TEMP B-TREE" in step for step in plan)

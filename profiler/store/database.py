@@ -41,6 +41,8 @@ class Database:
     def reading(self) -> Iterator[Connection]:
         """A read-only transaction on a consistent state of the database."""
         with self.telling(), self.engine.connect() as connection:
+            if connection.dialect.name == "postgresql":  # where each statement would see what was added before it
+                connection.execution_options(isolation_level="REPEATABLE READ")
             yield connection
 
     @contextmanager

@@ -31,8 +31,8 @@ from autoplan.base.errors import NoStoreError, StoreError, StoreWarning
 
 DAMAGED = "is damaged: move it away and restore a copy, or pull or profile again"
 SCHEMA = 5  # the newest revision in `migrations/versions`
-# The first version after which versions only add tables and optional columns, so that a program works with a database
-# that is one version older or newer.
+# The first version after which versions only add tables and optional columns, and change indexes, so that a program
+# works with a database that is one version older or newer.
 FIRST_TOLERANT = 3
 MIGRATIONS = Path(__file__).parent / "migrations"
 VERSION_TABLE = "autoplan_schema"  # not Alembic's own name: Optuna's studies may share the database

@@ -25,7 +25,7 @@ TIMED: tuple[ColumnElement[Any], ...] = (
     (records.c.mode != "sustained").label("is_burst"),
     (records.c.status != "ok").label("is_disturbed"),
 )
-# In the order of the index.  A condition on one of them would make SQLite sort all rows.
+# In the order of the index.  Asked for a single value of one of them, such as is_alone, SQLite would sort all rows.
 _ALIKE = [records.c[name] for name in ("operation", "dtype", "is_alone", "status", "mode")]
 LONGEST_S = 1e6
 KEY_LENGTH = 12  # characters of a record's key, which are enough to find it
