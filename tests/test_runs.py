@@ -363,11 +363,12 @@ def test_a_row_says_whether_a_router_or_a_benchmark_chooses_experts(tmp_path: Pa
     row = LLAMA | experts
     torch = row | {"framework": "torchtitan", "year": "2025"}
     rows = [row, row | {"options": "expert_balance=router"}, torch, torch | {"options": "expert_balance=forced"}]
+    rows.append(torch | {"framework": "OLMo-core"})  # experts of its own on torchtitan's layers
     losses = [
         run.problem and run.problem.training.balancing_loss
         for run in runs_of(tmp_path, *(cells | {"id": f"mine-{at}"} for at, cells in enumerate(rows)))
     ]
-    assert losses == [1.0, OWN_ROUTING_LOSS, OWN_ROUTING_LOSS, 1.0]
+    assert losses == [1.0, OWN_ROUTING_LOSS, OWN_ROUTING_LOSS, 1.0, 1.0]
     (odd,) = runs_of(tmp_path, row | {"options": "expert_balance=fair"})
     assert odd.refusal == "option expert_balance 'fair' is neither forced nor router"
 
