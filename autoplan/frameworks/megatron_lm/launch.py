@@ -10,6 +10,7 @@ from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.frameworks.common.option_table import Fields, read_fields, remark_assumed
 from autoplan.frameworks.common.options import Options
 from autoplan.frameworks.megatron_lm import context_options, model_options, options, training_options
+from autoplan.frameworks.megatron_lm.harmless import HARMLESS
 from autoplan.frameworks.megatron_lm.notation import moe_places
 from autoplan.frameworks.megatron_lm.table import Reading, read_lines, rows
 from autoplan.frameworks.megatron_lm.training_options import read_precision, read_scaling
@@ -70,7 +71,7 @@ def launch_of(
         training=training,
         plan=plan,
         options=arguments.options(),
-        unread=arguments.unread(options.HARMLESS),
+        unread=arguments.unread(HARMLESS),
     )
 
 
