@@ -42,8 +42,8 @@ _SFT, _PPO = "verl.trainer.sft_trainer", "verl.trainer.main_ppo"
 _CONFIGS = ("", "ppo_trainer", "ppo_megatron_trainer", "sft_trainer", "sft_trainer_engine")  # trainer/config
 _WORD = re.compile(r"(\+{0,2})([\w.@/]+)=(.*)", re.DOTALL)
 _FIELDS = {path.partition(".")[2]: name for name, path in BRIDGE_FIELDS.items() if path.startswith("model.")}
-# Settings that affect neither time nor memory of an update: whole names, or families of them.
 _ACTOR = "actor_rollout_ref.actor."
+# Settings that affect neither time nor memory of an update, whole names or families of them: the actor's, and all.
 _ACTORS_OWN = (
     *("_target_", "strategy", "ppo_epochs", "clip_ratio*", "policy_loss*", "loss_agg_mode", "loss_scale_factor"),
     *("kl_loss_*", "use_kl_loss", "shuffle", "data_loader_seed", "checkpoint.*", "optim", "profiler.*", "grad_clip"),
