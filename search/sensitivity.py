@@ -19,6 +19,7 @@ from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.search.choice import at_quantile, kind_of, normal_z
 from autoplan.search.findings import KEPT
 from autoplan.search.ranking import TIE, seconds_per_sequence
+from autoplan.search.simple import MAX_SLOWER
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.calibration import Calibration
@@ -194,6 +195,7 @@ def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: fl
     scale = np.array(
         [at_quantile(plan, z) / plan.s_per_sequence for plan in ranked]
     )  # to the quantile that is minimised
+    scale[0] /= 1.0 + _lead(result)
 
     def times(changed: Problem) -> Floats:
         return scale * seconds_per_sequence(estimate(changed, batch))
@@ -202,6 +204,11 @@ def sensitivity(problem: Problem, space: Space, result: SearchResult, margin: fl
     contenders = _Contenders.of([plan.plan for plan in ranked], kind_of, times, margin)
     flips = (*_less_memory(problem, ranked, contenders), *_more_memory(problem, space, result))
     return _sensitivity(problem, contenders, quantities(problem), flips)
+
+
+def _lead(result: SearchResult) -> float:
+    """Return by how much another plan must be faster to win: a simpler one is the answer up to a limit."""
+    return 0.0 if result.certificate.slower_than_fastest is None else MAX_SLOWER
 
 
 def mixed_sensitivity(problem: MixedProblem, result: MixedResult) -> Sensitivity[MixedPlan]:
@@ -334,7 +341,7 @@ def _more_memory(problem: Problem, space: Space, result: SearchResult) -> Iterat
     device = problem.cluster.device
     roomy = replace(device, visible_memory_bytes=MAX_CHANGE * device.visible_memory_bytes)
     with_room = search(replace(problem, cluster=replace(problem.cluster, device=roomy)), space)
-    bar = at_quantile(best, z) * (1.0 - TIE)
+    bar = at_quantile(best, z) / (1.0 + max(_lead(result), TIE))
     better = [plan for plan in (*with_room.ranked, *with_room.rivals) if at_quantile(plan, z) < bar]
     better = [plan for plan in better if kind_of(plan.plan) != kind_of(best.plan)]
     if not better:

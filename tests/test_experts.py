@@ -184,8 +184,8 @@ def test_fine_tuning_and_torchtitan_have_the_routing_of_routers_alone_unless_tol
     losses = [training.balancing_loss for training in (new, tuned, free, stated, even)]
     assert losses == [1.0, OWN_ROUTING_LOSS, OWN_ROUTING_LOSS, 1.1, 1.0]
     assert [dict(answer_lines(priced(**options).file))["experts"] for options in ({}, titan)] == [
-        "taken to be used evenly; --balancing-loss says another",
-        "taken to be used as unevenly as a balancing loss of 1.3 says; --balancing-loss says another",
+        "assumed to be used evenly; --balancing-loss changes it",
+        "assumed to be used as unevenly as a balancing loss of 1.3 says; --balancing-loss changes it",
     ]
     assert priced(balancing_loss=1.1).best.step_s > priced().best.step_s
     with pytest.raises(InputError, match=r"--expert-imbalance 1\.2 and --balancing-loss 1\.3 both say"):

@@ -948,6 +948,15 @@ def test_a_wrong_value_is_refused_in_one_line_with_file_key_and_value(
         assert part in message
 
 
+@pytest.mark.parametrize("key", ["num_key_value_heads", "tie_word_embeddings"])
+def test_a_misspelled_key_is_no_default(key: str) -> None:
+    table = {"model_type": "llama", "hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+    table |= {"intermediate_size": 2048, "vocab_size": 32000}
+    with pytest.raises(InputError, match=f"x: {key[:-1]} is not a key of llama models: did you mean {key}"):
+        read_huggingface(table | {key[:-1]: 4}, "x")
+    assert read_huggingface(table | {f"_{key[:-1]}": 4, "name_of_the_run": "a"}, "x").num_kv_heads in (None, 8)
+
+
 @pytest.mark.parametrize(
     "key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size", "model_type"]
 )

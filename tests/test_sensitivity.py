@@ -24,6 +24,7 @@ from autoplan.search.sensitivity import (
     quantities,
     sensitivity,
 )
+from autoplan.search.simple import MAX_SLOWER
 from autoplan.search.space import Space
 from autoplan.search.study import MARGIN, search
 from autoplan.spec.model import ModelSpec
@@ -105,6 +106,21 @@ def answered(request: pytest.FixtureRequest) -> tuple[Problem, Space, ParallelPl
     problem, space = make(*request.param)
     result = search(problem, space)
     return problem, space, result.rivals[0].plan, sensitivity(problem, space, result, MARGIN)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_simpler_plan_that_is_not_the_fastest_wins_until_its_limit() -> None:
+    problem, space = make(LARGE, "a100-sxm:2x8", (48,))
+    result = search(problem, space)
+    fastest, *slower_plans = result.rivals
+    simpler = next(plan for plan in slower_plans if kind_of(plan.plan) != kind_of(fastest.plan))
+    rivals = (simpler, *(plan for plan in result.rivals if plan is not simpler))
+    share = simpler.s_per_sequence / fastest.s_per_sequence - 1.0
+    assert 0.0 < share < MAX_SLOWER
+    certificate = replace(result.certificate, slower_than_fastest=share)
+    found = sensitivity(problem, space, replace(result, rivals=rivals, certificate=certificate), MARGIN)
+    assert found.flips
+    assert all(abs(flip.factor - 1.0) > 1e-3 for flip in found.flips)
 
 
 def test_flips_are_where_searches_flip(

@@ -75,6 +75,14 @@ def test_the_next_best_of_other_degrees_is_shown_by_them(file: PlanFile) -> None
     assert re.fullmatch(r"tp 4 pp 4 .*, micro-batch 1: 3.0 % slower, too close to call .*", line)
 
 
+def test_a_next_best_that_is_faster_lost_to_a_simpler_plan(file: PlanFile) -> None:
+    assert file.choice is not None
+    assert file.certificate is not None
+    close = replace(file.choice, runner_up=file.best, ratio=0.998)
+    line = next_best_line(close, replace(file.certificate, slower_than_fastest=0.002), file.best.plan)
+    assert ": 0.2 % faster, but less simple, too close to call" in line
+
+
 def test_plans_between_the_margin_and_the_next_that_was_priced_are_known_by_their_bounds(file: PlanFile) -> None:
     assert file.choice is not None
     assert file.certificate is not None
@@ -91,11 +99,11 @@ def test_numbers_of_the_ranking_are_never_folded(file: PlanFile, width: int) -> 
 
 
 def test_an_answer_is_short_and_its_details_are_there(file: PlanFile) -> None:
-    """The longest plan of all presets in four lines of 80 columns, the answer without next steps in sixteen."""
+    """The longest plan of all presets in four lines of 80 columns, experts in one, all without next steps in 17."""
     lines = shown(print_search, file, 80).splitlines()
     assert lines[2].startswith("plan ")
-    assert any(line.startswith("time ") for line in lines[3:7])
-    assert len(lines) <= 16
+    assert any(line.startswith("time ") for line in lines[3:8])
+    assert len(lines) <= 17
     assert any(line.startswith("next best ") for line in lines)
     text = " ".join(shown(partial(print_search, details=True), file, 80).split())
     for says in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import functools
 import operator
 import re
@@ -18,6 +19,8 @@ from autoplan.spec.blocks import Experts, LatentAttention, LinearAttention, Mamb
 from autoplan.spec.model import Encoder, ModelSpec
 
 MOST = 10**9  # limit of any count in a config.json
+MISSPELLED = 0.92  # difflib ratio of a key and its misspelling: one letter of seven is missing
+MIN_SPELLED = 5  # letters of keys that are looked for
 ABSENT: Any = object()
 PARTS: dict[str, type] = {
     "": ModelSpec,
@@ -162,6 +165,30 @@ class Keys:
             if not isinstance(item, str) or item not in allowed:
                 raise InputError(f"{key} holds {show(item)}; known: {', '.join(allowed)}")
         return value
+
+
+def check_spelling(keys: Keys) -> None:
+    """Raise an error for a key that nothing reads but that is nearly one that the file lacks, as typing errors are."""
+    rules = (keys.rules, key_table()["common"])
+    lacking = [name for name in _names(rules) if len(name) >= MIN_SPELLED and name not in keys.config]
+    unread = (key for key in keys.config if key not in _all_names() and not key.startswith("_"))
+    for key in unread:
+        for name in difflib.get_close_matches(key, lacking, n=1, cutoff=MISSPELLED):
+            raise InputError(f"{key} is not a key of {keys.kind} models: did you mean {name}? Correct or remove it")
+
+
+@functools.cache
+def _all_names() -> frozenset[str]:
+    return frozenset(_names(key_table()))
+
+
+def _names(rules: Any) -> set[str]:
+    """Return the words in rules, of which most are keys."""
+    if isinstance(rules, str):
+        return set(re.findall(r"[a-z_]\w*", rules))
+    if isinstance(rules, dict):
+        return {name for name in rules if isinstance(name, str)} | _names(tuple(rules.values()))
+    return {name for entry in rules for name in _names(entry)} if isinstance(rules, list | tuple) else set()
 
 
 @functools.cache

@@ -11,7 +11,17 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode
 from autoplan.base.names import close_names
 from autoplan.cost.kernels.arithmetic import encoder_parameters
-from autoplan.readers.config_keys import ABSENT, Keys, field_entries, key_table, merged, rules_of, show, typed
+from autoplan.readers.config_keys import (
+    ABSENT,
+    Keys,
+    check_spelling,
+    field_entries,
+    key_table,
+    merged,
+    rules_of,
+    show,
+    typed,
+)
 from autoplan.readers.config_layers import expert_layers, layer_pattern, windows
 from autoplan.readers.vision import AROUND, Sizes, described
 from autoplan.spec.model import ModelSpec
@@ -240,6 +250,7 @@ def _check_class(table: dict[str, Any], heads: tuple[str, ...], kinds: str) -> N
 
 def _spec_fields(keys: Keys) -> dict[str, Any]:
     """Return the fields of ModelSpec, with nested tables."""
+    check_spelling(keys)
     _check_only(keys)
     entries = key_table()["common"] | dict(field_entries(keys.rules))
     result: dict[str, Any] = {}

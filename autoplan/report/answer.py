@@ -20,7 +20,16 @@ from autoplan.base.units import (
 from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.cost.kernels.sequences import tokens_per_sample, useful
-from autoplan.report.ranking import MIN_OFF, SHOWN_PLANS, choice_lines, print_ranking, reasons, slower, why_first
+from autoplan.report.ranking import (
+    LESS_SIMPLE,
+    MIN_OFF,
+    SHOWN_PLANS,
+    choice_lines,
+    print_ranking,
+    reasons,
+    slower,
+    why_first,
+)
 from autoplan.report.terminal import number_ranges, print_lines, print_part
 from autoplan.spec.chunk_order import chunks_of_stages
 from autoplan.spec.estimate import datasheet_peak
@@ -101,12 +110,12 @@ def training_lines(model: ModelSpec, training: TrainingSpec) -> Iterator[tuple[s
 
 
 def _balance_text(training: TrainingSpec) -> str:
-    """Return how evenly experts are taken to be used."""
+    """Return how evenly experts are assumed to be used."""
     if (imbalance := training.expert_imbalance) > 1.0:
         return f"the busiest rank has {imbalance:g} times the mean of tokens (--expert-imbalance)"
     loss = training.balancing_loss
     how = "evenly" if loss == 1.0 else f"as unevenly as a balancing loss of {loss:g} says"
-    return f"taken to be used {how}; --balancing-loss says another"
+    return f"assumed to be used {how}; --balancing-loss changes it"
 
 
 def answer_lines(file: PlanFile) -> Iterator[tuple[str, str]]:
@@ -289,7 +298,8 @@ def next_best_line(choice: Confidence, certificate: Certificate, best: ParallelP
     if not choice.is_close and least_left is not None and 1.0 < least_left < min(ratio, width):
         return f"at least {slower(least_left - 1.0)}: it may be too close to call; --details shows what was priced"
     plan = _beside(choice.runner_up.plan, best)
-    text = f"{plan}: {slower(ratio - 1.0)}, {closeness(width, is_close=choice.is_close)}"
+    but = "" if certificate.slower_than_fastest is None else LESS_SIMPLE
+    text = f"{plan}: {slower(ratio - 1.0, but=but)}, {closeness(width, is_close=choice.is_close)}"
     if not choice.is_close:
         return text
     more = choice.num_contenders - 1

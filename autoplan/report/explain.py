@@ -10,7 +10,7 @@ from rich.console import Console
 from autoplan.base.units import format_bytes, format_percent, format_seconds
 from autoplan.report.answer import closeness, print_answer
 from autoplan.report.mixed_search import describe, print_mixed_answer, waiting
-from autoplan.report.ranking import reasons
+from autoplan.report.ranking import reasons, why_lost
 from autoplan.report.terminal import (
     END_OF_STEP,
     MAX_MEMORY_COLUMNS,
@@ -207,7 +207,7 @@ def _print_lost(
 ) -> None:
     """Print other plans by their descriptions."""
     console.print("why the next best lost")
-    rows = [(words, format_seconds(plan.step_s), reasons(plan, best)) for words, plan in lost]
+    rows = [(words, format_seconds(plan.step_s), why_lost(plan, best)) for words, plan in lost]
     print_table(console, (("plan", False), ("step", True), ("why", False)), rows, keep=3)
 
 

@@ -19,13 +19,14 @@ SHOWN_REASONS = 3
 MIN_REASON = 0.02  # relative to the largest
 MIN_OFF = 0.001  # less would show as 0.0 %
 SHOWN_FLIPS = 3
+LESS_SIMPLE = ", but less simple"  # of a plan that is faster than the simplest one that is about as fast
 
 
-def slower(behind: float) -> str:
-    """Return the share by which a step is slower or, for a negative `behind`, faster."""
+def slower(behind: float, *, but: str = "") -> str:
+    """Return the share by which a step is slower or, for a negative `behind`, faster, with `but` added then."""
     if abs(behind) < MIN_GAP:
         return "as fast"
-    return f"{format_percent(abs(behind))} {'slower' if behind > 0 else 'faster'}"
+    return f"{format_percent(abs(behind))} {'slower' if behind > 0 else f'faster{but}'}"
 
 
 def print_ranking(console: Console, plans: Sequence[RankedPlan], quantile: float | None) -> None:
@@ -57,8 +58,15 @@ def why_first(best: RankedPlan, second: RankedPlan, *, keeps_today: bool = False
     if abs(behind) < MIN_GAP:
         reason = "the plan with the fewest changes" if keeps_today else "the simpler plan"
         return f"the next best is as fast; {reason} wins"
-    simpler = ", but less simple" if behind < 0 else ""
-    return f"the next best priced plan is {slower(behind)}{simpler}: {reasons(second, best)}"
+    return f"the next best priced plan is {slower(behind, but=LESS_SIMPLE)}: {reasons(second, best)}"
+
+
+def why_lost(plan: RankedPlan | MixedCost, best: RankedPlan | MixedCost) -> str:
+    """Explain why a plan lost: the terms that make it slower, or that it is as fast or less simple."""
+    behind = plan.s_per_sequence / best.s_per_sequence - 1.0
+    if abs(behind) < MIN_GAP:
+        return "as fast"
+    return reasons(plan, best) if behind > 0 else f"{slower(behind, but=LESS_SIMPLE)}: {reasons(plan, best)}"
 
 
 def reasons(plan: RankedPlan | MixedCost, second: RankedPlan | MixedCost) -> str:
