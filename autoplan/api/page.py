@@ -169,7 +169,9 @@ def _result(file: PlanFile, problem: Problem, space: Space) -> SearchResult:
     else:
         margin = max(MARGIN, robust_margin(problem, quantile))
         result = robust_order(problem, search(problem, space, margin=margin), quantile)
-    return replace(result, rivals=(file.best, *result.rivals))
+    slower = file.certificate.slower_than_fastest if file.certificate else None
+    certificate = replace(result.certificate, slower_than_fastest=slower)
+    return replace(result, rivals=(file.best, *result.rivals), certificate=certificate)
 
 
 # -- what to do next --------------------------------------------------------------------------------------------------
