@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import autoplan
-from autoplan.base.errors import InputError
+from autoplan.base.errors import InputError, NoPlanError
 from autoplan.frameworks.axolotl.read import read, recognises
 from autoplan.frameworks.common.launch import Launch, LaunchContext
 from autoplan.launch.targets import exported
@@ -250,3 +250,11 @@ def test_checkpoint_and_scale_of_adapters_stay_those_of_the_file() -> None:
         settings = yaml.safe_load(yaml_of(file))
         assert (settings["base_model"], settings["lora_alpha"]) == (named["base_model"], written_alpha)
         assert find_preset(named["base_model"]) == find_preset("llama3-8b")  # a name is no other architecture
+
+
+def test_cut_cross_entropy_goes_with_tensor_parallelism_and_ligers_does_not() -> None:
+    plan = {"tp": 2, "micro_batch": 1, "sharding": "zero3"}
+    cut = autoplan.estimate("llama3-8b", **EXPORTED, plan={**plan, "chunked_loss": "cut"}).file
+    assert "CutCrossEntropyPlugin" in yaml_of(cut)
+    with pytest.raises(NoPlanError, match="liger with tp 2"):
+        autoplan.estimate("llama3-8b", **EXPORTED, plan={**plan, "chunked_loss": "liger"})

@@ -26,8 +26,13 @@ RULES = (
     LOSSES.rule(),
     Rule(
         source="axolotl integrations/liger/args.py:108",
-        holds=lambda s, b: (b.chunked_loss == 0) | ((b.tp == 1) & (s.training.preference is None)),
-        text=lambda s, p: f"chunked_loss {p.chunked_loss} with tp {p.tp} or pairs of answers: leave it out",
+        holds=lambda s, b: (b.chunked_loss != ChunkedLoss.LIGER.code) | (b.tp == 1),
+        text=lambda s, p: f"chunked_loss liger with tp {p.tp}: use cut, or leave it out",
+    ),
+    Rule(
+        source="trl trainer/dpo_trainer.py, whose loss takes the logits",
+        holds=lambda s, b: (b.chunked_loss == 0) | (s.training.preference is None),
+        text=lambda s, p: f"chunked_loss {p.chunked_loss} with pairs of answers: leave it out",
     ),
     Rule(
         source="peft/tuners/tuners_utils.py autocast_adapter_dtype",

@@ -201,7 +201,7 @@ def _batch(options: Options, num_devices: int | None) -> Fields:
     ranks = total // (micro * steps) if num_devices is None else num_devices // cp  # type: ignore[operator]
     if not ranks or (num_devices or 0) % (tp * cp) or ranks % tp:
         mismatch = f"tp {tp} x cp {cp} do not divide" if num_devices else "batch sizes give less than one device for"
-        raise InputError(f"{mismatch} {num_devices or total}: pass another --devices or correct the file")
+        raise InputError(f"{mismatch} {num_devices or total}: pass another --devices or --cluster, or correct the file")
     if total is not None and micro is None:
         micro = total // (ranks * (steps or 1))
     if micro is None:

@@ -220,7 +220,7 @@ def _sizes(mesh: Mesh, num_devices: int) -> Fields:
     if needed != num_devices:
         raise InputError(
             f"tp {mesh.tp} x cp {mesh.cp} x {copies} copies of {shard} need {needed} devices, there are "
-            f"{num_devices}: pass another --devices"
+            f"{num_devices}: pass another --devices or --cluster"
         )
     return {"dp_replicate": copies, "dp_shard": shard, "tp": mesh.tp, "cp": mesh.cp}
 
