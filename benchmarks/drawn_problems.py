@@ -136,7 +136,7 @@ def draw(rng: Rng, *, is_large: bool, is_narrowed: bool = True) -> Case | None:
 
 def _forbidden(rng: Rng, problem: Problem, batch: str, share: float) -> list[str]:
     """Random share of the choices that this framework offers beside the plain ones."""
-    plain = {f"{axis.name}={shown(axis.default)}" for axis in SEARCHED} | {"recompute=none", "sp=off", "sp=on"}
+    plain = {f"{axis.name}={shown(axis.default)}" for axis in SEARCHED} | {"recompute=none"}
     choices = {choice for choice in FORBIDDEN if "=" in choice or choice in EXTENTS}
     found: list[str] = []
     for choice in sorted(choices - plain):

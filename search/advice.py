@@ -207,8 +207,8 @@ def _wider(limits: Limits, free: Limits) -> Iterator[tuple[str, Limits]]:
         yield "with recomputation", replace(limits, recomputes=free.recomputes)
     elif len(limits.recomputes) == 1:
         yield f"without --fix recompute={limits.recomputes[0]}", replace(limits, recomputes=free.recomputes)
-    if limits.sequence_parallel != free.sequence_parallel:
-        yield f"with sp {shown(free.sequence_parallel)}", replace(limits, sequence_parallel=free.sequence_parallel)
+    for on in set(free.of("sp")) - set(limits.of("sp")):
+        yield f"with sp {shown(on)}", limits.where(sp=(on,))
     if len(shardings) == 1:
         yield _with_others("sharding", limits, free), limits.where(sharding=free.of("sharding"))
     if schedules != free.of("schedule"):

@@ -27,7 +27,6 @@ from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
 
 _WORDS = ("cuda_graphs",)  # axes with excluded values
-_EVERYWHERE = ("sp", "grad_reduce_overlap")  # switches with one value in all plans of a space
 
 
 def with_excluded_options(
@@ -41,16 +40,15 @@ def with_excluded_options(
 ) -> tuple[Space, SearchResult]:
     """Return space and `result`, widened by excluded options for as long as they improve the best plans.
 
-    The options are: sequence parallelism switched, or on with twice the micro-batch; CUDA graphs of more modules;
-    other shares of the optimizer on the host; gradient reduction after the last backward pass; and micro-batches and
-    degrees of tp and cp twice as large as in the space.  The best plan with an option may also differ in other choices,
-    so all plans with the option are searched, until no option helps.  `barred` has the axes that the user fixed or
-    bounded, and forbidden values such as "cuda_graphs=layer".  With several `measures` the options of all candidates
-    that the front does not dominate are searched together; switches that have one value in the whole space stay
-    unchanged.
+    The options are: CUDA graphs of more modules; other shares of the optimizer on the host; gradient reduction after
+    the last backward pass; and micro-batches and degrees of tp and cp twice as large as in the space.  The best plan
+    with an option may also differ in other choices, so all plans with the option are searched, until no option helps.
+    `barred` has the axes that the user fixed or bounded, and forbidden values such as "cuda_graphs=layer".  With
+    several `measures` the options of all candidates that the front does not dominate are searched together; the
+    reduction, which overlaps in the whole space, stays unchanged.
     """
     if tuple(measures) != ("time",):
-        while better := _better(problem, space, result.ranked, {*barred, *_EVERYWHERE}, measures):
+        while better := _better(problem, space, result.ranked, {*barred, "grad_reduce_overlap"}, measures):
             wider = reduce(with_options_of, (candidate.plan for candidate in better), space)
             if wider == space:
                 break
@@ -70,17 +68,10 @@ def with_excluded_options(
 def with_options_of(space: Space, plan: ParallelPlan) -> Space:
     """Return the space extended by the options of a plan outside of it."""
     limits = space.limits
-    if _can_choose_sp(plan, space.workload.training.seq_len):
-        limits = replace(limits, sequence_parallel=plan.sp)
     wider = {axis: tuple(dict.fromkeys((*limits.of(axis), getattr(plan, axis)))) for axis in _WORDS}
     bounds = tuple((axis, max(bound, getattr(plan, axis))) for axis, bound in limits.upper_bounds)
     percents = tuple(dict.fromkeys((*limits.offload_percents, plan.offload_percent)))
     return replace(space, limits=replace(limits.where(**wider), upper_bounds=bounds, offload_percents=percents))
-
-
-def _can_choose_sp(plan: ParallelPlan, seq_len: int) -> bool:
-    """Return whether tp divides the tokens of a rank, so that sequence parallelism can be on or off."""
-    return plan.tp > 1 and seq_len // plan.cp % plan.tp == 0
 
 
 def _better(
@@ -115,10 +106,6 @@ def switched(problem: Problem, space: Space, plan: ParallelPlan, barred: Collect
     ]
     if plan.grad_reduce_overlap:
         changes.append({"grad_reduce_overlap": False})
-    if _can_choose_sp(plan, problem.training.seq_len):
-        changes.append({"sp": not plan.sp})
-        if not plan.sp:  # the freed memory allows a larger micro-batch
-            changes.append({"sp": True, "micro_batch": 2 * plan.micro_batch})
     if plan.cuda_graphs != CudaGraphs.NONE:
         changes += [{"cuda_graphs": graphs} for graphs in CudaGraphs if graphs.code > plan.cuda_graphs.code]
     if plan.offload == Offload.OPTIMIZER and len(space.limits.offload_percents) > 1:

@@ -27,7 +27,6 @@ FORBIDDEN = (
     *(axis.name for axis in SEARCHED),
     *(f"{axis.name}={shown(value)}" for axis in SEARCHED for value in axis.searched),
     *("recompute", *(f"recompute={word}" for word in Recompute)),
-    *("sp", "sp=off", "sp=on"),
 )
 
 # Arguments of --allow: an axis whose values change the numerics of training, or one of these values.
@@ -94,8 +93,6 @@ def _fixed(limits: Limits, name: str, text: str) -> Limits:
         parse_recompute(text)
         return replace(limits, recomputes=(text,))
     value = AXIS[name].parse(text, "--fix")
-    if name == "sp":
-        return replace(limits, sequence_parallel=bool(value))
     if AXIS[name].kind is not Kind.COUNT:
         return limits.where(**{name: (value,)})  # type: ignore[arg-type]
     # A fixed value replaces the default bound.
@@ -146,8 +143,6 @@ def _forbidding(limits: Limits, typed: str) -> Limits:
         kinds = set(Recompute) - {word} if word else {Recompute.NONE}
         of_kinds = (text for text in limits.recomputes if parse_recompute(text)["recompute"] in kinds)
         return _recomputing(limits, typed, of_kinds)
-    if axis == "sp":
-        return replace(limits, sequence_parallel=word == "off")
     values = limits.of(axis)
     plain = AXIS[axis].default if len(values) == 1 else plain_of(AXIS[axis], values)
     allowed = [value for value in values if (shown(value) != word if word else value == plain)]
@@ -227,12 +222,8 @@ def with_flags(
     for axis, count in limits.fixed:
         if count > bounds.get(axis, count):
             raise InputError(f"--fix {axis}={count} is above --max {axis}={bounds[axis]}: leave one of them out")
-    says_sp = any(axis == "sp" for axis, _ in fixes)
     for text in forbid:
-        before, limits = limits, _forbidding(limits, text)
-        if says_sp and limits.sequence_parallel != before.sequence_parallel:
-            raise InputError(f"--forbid {text}: no other value of sp is left: leave it out")
-        says_sp = says_sp or text.strip().lower().partition("=")[0] == "sp"
+        limits = _forbidding(limits, text)
     return limits
 
 

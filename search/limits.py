@@ -50,7 +50,6 @@ class Limits:
     forbidden: tuple[tuple[str, int], ...] = ()
     values: tuple[tuple[str, tuple[Value, ...]], ...] = tuple((axis.name, axis.searched[:1]) for axis in SEARCHED)
     shard_domains: tuple[int, ...] = ()
-    sequence_parallel: bool = True
     recomputes: tuple[str, ...] = ("none", "full")  # as `parse_recompute` reads them
     fewer_at_ends: int = 1  # how many layers fewer than others the first and the last chunk may have
     shards_any_part: bool = False  # whether states may be sharded over any part of the replicas
@@ -102,7 +101,7 @@ class Limits:
         parts += ["recompute " + "|".join(_in_short(self.recomputes))]
         for axis in SEARCHED:
             means_something = axis.name != "sharding" and axis.needs.can_be_met(**parts_of(model))
-            if means_something and self.of(axis.name) != axis.searched:
+            if means_something and set(self.of(axis.name)) != set(axis.searched):
                 parts.append(f"{axis.name} " + "|".join(map(shown, self.of(axis.name))))
         return tuple(parts)
 
@@ -141,7 +140,6 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
             ("micro_batch", MAX_MICRO_BATCH),
         ),
         shard_domains=tuple(domains[:-1]) if book.shards_over_part else (),  # the last domain is the whole cluster
-        sequence_parallel=problem.framework.network.sequence_parallel,
         recomputes=(
             *_recomputes(problem, book),
             *(_parts(problem.model) if book.repeats_parts else ()),
@@ -160,6 +158,7 @@ def default_limits(problem: Problem, global_batches: Iterable[int]) -> Limits:
         offered["dynamic_cp"] = [False]
     means_nothing = (axis for axis in SEARCHED if not axis.can_matter(training.precision, **parts_of(problem.model)))
     offered |= {axis.name: [axis.searched[0]] for axis in means_nothing}
+    offered["sp"].sort(key=lambda value: value != problem.framework.network.sequence_parallel)
     if offered["narrow_params"] == [True]:  # nothing is gathered without sharding
         offered["narrow_params"] = [False, True]
     offered["cuda_graphs"] = [word for word in offered["cuda_graphs"] if _has_graphs(word, problem)]

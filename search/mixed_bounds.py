@@ -111,6 +111,7 @@ class MixedSpace:
             )
             for axis in SEARCHED
         }
+        words["sp"] = words["sp"][:1]  # all pipelines have it, or none
         if other_limits:  # the scheduler of samples takes all ranks for equally fast
             words["dynamic_cp"] = tuple(value for value in words["dynamic_cp"] if not value)
         recomputes = tuple(choice for choice in first.recomputes if not choice.startswith("full:"))
@@ -196,7 +197,7 @@ class MixedSpace:
         forms, micro_batches = zip(*candidate.form, strict=True)
         if self.equal.replicas:
             forms = tuple(replace(form, vp=forms[0].vp, schedule=forms[0].schedule) for form in forms)
-        common = replace(plans[0], sp=self.spaces[0].limits.sequence_parallel, etp=etp)
+        common = replace(plans[0], sp=bool(self.spaces[0].limits.of("sp")[0]), etp=etp)
         return Structure(kinds=forms, micro_batches=micro_batches, common=common)
 
     def _scheduled(self, space: Space, parts: Sequence[int], kinds: PlanBatch) -> Iterator[tuple[Ints, PlanBatch]]:
@@ -326,7 +327,7 @@ class MixedSpace:
             tp = np.array([dict(form.places)[part] for form in ways.forms])[ways.form]
             divides = (tp > 1) & (problem.training.seq_len // kinds.cp % tp == 0)
             etp = np.where(kinds.etp == kinds.tp, tp, kinds.etp)
-            batch = replace(kinds, tp=tp, sp=divides & limits.sequence_parallel, etp=etp, dp_shard=replicas)
+            batch = replace(kinds, tp=tp, sp=divides & bool(limits.of("sp")[0]), etp=etp, dp_shard=replicas)
             batch = replace(batch, global_batch=kinds.global_batch // kinds.dp_shard * replicas)
             batch = _with_schedule(batch, Schedule.ONE_F_ONE_B, 1, limits)  # bounds of layers hold for all schedules
             first, of_way = batch.distinct(*batch_arrays())

@@ -41,7 +41,7 @@ _KIND = ("sharding", *_REPEATS, "offload")
 _INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
 # Axes known for a group and for a kind, so that rules that depend only on these can be evaluated.  Overlap switches may
 # depend on the schedule.
-_KNOWN_OF_GROUP = frozenset((*DEGREES, *_GROUP, "sp", "precision", "attention"))
+_KNOWN_OF_GROUP = frozenset((*DEGREES, *_GROUP, "precision", "attention"))
 _STATES = frozenset(("sharding", "offload", "offload_percent"))
 # Offload choices for states without replicas; zero3 also keeps gradients where the optimizer is.
 _ALONE = (("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters"))
@@ -104,7 +104,6 @@ class Space:
         if not limits.fixes("dp_replicate", "dp_shard"):
             domains = ", ".join(str(size) for size in limits.shard_domains)
             parts.append("states sharded over all replicas" + (f" or a link domain of {domains}" if domains else ""))
-        parts.append("sp wherever tp divides the tokens" if limits.sequence_parallel else "sp off")
         if limits.split:
             parts.append("layers as the framework splits the model")
         else:
@@ -217,7 +216,6 @@ class Space:
             **plain,
             **degrees,
             **chosen,
-            "sp": self._sequence_parallel(degrees["tp"], degrees["cp"]),
             "sharding": zeros + Sharding.NONE.code,
             "param_gather_overlap": off,  # unsharded, no parameters are gathered
             "precision": zeros + self.limits.precision.code,
@@ -324,8 +322,15 @@ class Space:
             if axis.name == "cp_kind":
                 values = tuple(kind for kind in values if ContextParallelKind(str(kind)).fits(cell.cp)) or values[:1]
             has_choice = len(values) > 1 and axis.needs.are_met(cell, **parts)
+            if axis.name == "sp":
+                values = self._sequence_parallel(cell)
             choices.append(values if has_choice else values[:1])
         return _group_rows(self.limits, cell.dp, tuple(choices))
+
+    def _sequence_parallel(self, cell: Cell) -> tuple[Value, ...]:
+        """Choices of sequence parallelism, which divides the tokens of a tensor-parallel group over its ranks."""
+        divides = self.workload.training.seq_len // cell.cp % cell.tp == 0
+        return self.limits.of("sp") if cell.tp > 1 and divides else (False,)
 
     def _states(self, cell: Cell) -> Ints:
         """Choices of sharding and offload: shape (choices, 2)."""
@@ -374,11 +379,6 @@ class Space:
         states = self._states(cell)
         shares = np.where(states[:, 1] == Offload.OPTIMIZER.code, len(self.limits.offload_percents), 1)
         return len(self._group_rows(cell)) * int(shares.sum()) * of_states
-
-    def _sequence_parallel(self, tp: Ints, cp: Ints) -> Bools:
-        """Return whether a rank's tokens divide over its tensor-parallel group, which they rarely do for tp = 3."""
-        divides = self.workload.training.seq_len // cp % tp == 0
-        return (tp > 1) & divides & self.limits.sequence_parallel
 
     def _candidates(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
         groups, owner = self._groups(cells)

@@ -103,7 +103,7 @@ def test_an_axis_can_be_fixed_or_it_is_said_where_else(axis: Axis) -> None:
         assert ELSEWHERE[axis.name] == axis.elsewhere
         return
     fixed = with_flags(limits, fix=[f"{axis.name.replace('_', '-')}={text}"], at_most=[], forbid=[])
-    assert fixed.fixes(axis.name) or axis.name in ("recompute", "sp") or fixed.of(axis.name) == (axis.parse(text, ""),)
+    assert fixed.fixes(axis.name) or axis.name == "recompute" or fixed.of(axis.name) == (axis.parse(text, ""),)
     if axis.kind is Kind.COUNT:
         assert with_flags(limits, fix=[], at_most=[f"{axis.name}=2"], forbid=[]).admits(axis.name, 2)
 
@@ -150,10 +150,8 @@ def test_forbidding_a_count_leaves_1_and_forbidding_a_value_of_it_the_others(axi
         with_flags(limits, fix=[f"{axis.name}=8"], at_most=[], forbid=[f"{axis.name}=8"])
 
 
-def test_sequence_parallelism_and_recomputation_are_forbidden_alike() -> None:
+def test_recomputation_is_forbidden_like_other_axes() -> None:
     limits = Limits(global_batches=(64,), recomputes=("none", "full", "full:2", "mlp"))
-    for forbid, on in (("sp", False), ("sp=on", False), ("sp=off", True)):
-        assert with_flags(limits, fix=[], at_most=[], forbid=[forbid]).sequence_parallel == on
     assert with_flags(limits, fix=[], at_most=[], forbid=["recompute"]).recomputes == ("none",)
     assert with_flags(limits, fix=[], at_most=[], forbid=["recompute=full"]).recomputes == ("none", "mlp")
 
@@ -180,7 +178,7 @@ def test_what_is_no_axis_is_not_forbidden_and_names_are_told_without_their_value
     with pytest.raises(InputError, match="precision=bf16: not an axis of the search: use --precision"):
         with_flags(limits, fix=[], at_most=[], forbid=["precision=bf16"])
     with pytest.raises(
-        InputError, match=r"unknown; known: partial_recompute, .*sp, or a value of one of these"
+        InputError, match=r"unknown; known: partial_recompute, .*recompute, or a value of one of these"
     ) as refused:
         with_flags(limits, fix=[], at_most=[], forbid=["dp_shard=2"])
     assert "schedule=" not in str(refused.value)

@@ -9,41 +9,11 @@ import pytest
 import autoplan
 from autoplan.api.page import _front
 from autoplan.api.tuning import _searched
-from autoplan.search.excluded_options import switched, with_excluded_options, with_options_of
-from autoplan.search.space import Space
+from autoplan.search.excluded_options import switched, with_excluded_options
 from autoplan.search.study import search
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import SpaceFlags
-from autoplan.spec.problem import Problem
 from search_cases import DENSE, LARGE, make
-
-
-def without_sp() -> tuple[Problem, Space, Space]:
-    """A problem that needs recomputation without sequence parallelism, its space, and that without it."""
-    problem, whole = make(LARGE, "a100-sxm:4x8", batches=(64,), fix=("pp=2", "tp=8"))
-    return problem, whole, replace(whole, limits=replace(whole.limits, sequence_parallel=False))
-
-
-def test_what_is_best_with_an_option_is_searched_and_proven() -> None:
-    """Without sequence parallelism the best plan recomputes; that with it is another one in more than that."""
-    problem, whole, space = without_sp()
-    found, wanted = search(problem, space), search(problem, whole)
-    poor, best = found.rivals[0], wanted.rivals[0]
-    assert (poor.plan.sp, best.plan.sp) == (False, True)
-    assert replace(poor.plan, sp=True) != best.plan
-    assert best.s_per_sequence < poor.s_per_sequence
-    _, result = with_excluded_options(problem, space, found, ())
-    assert result.rivals[0] == result.ranked[0] == best
-    assert result.certificate == wanted.certificate
-
-
-def test_what_is_fixed_stays() -> None:
-    problem, _, space = without_sp()
-    found = search(problem, space)
-    assert with_excluded_options(problem, space, found, SpaceFlags(global_batch="64", fix=("SP=off",)).barred) == (
-        space,
-        found,
-    )
 
 
 def test_an_option_that_is_forbidden_is_not_tried() -> None:
@@ -51,10 +21,10 @@ def test_an_option_that_is_forbidden_is_not_tried() -> None:
     plan = ParallelPlan(global_batch=64, tp=2, sp=True, pp=4, dp_shard=2, cuda_graphs="attn")
     tried = [replace(plan, cp=2, dp_shard=1)]  # beyond the 4,096 tokens of a rank
     exposed = replace(plan, grad_reduce_overlap=False)
-    tried += [exposed, replace(plan, sp=False)]
+    tried += [exposed]
     tried += [replace(plan, cuda_graphs="layer"), replace(plan, cuda_graphs="full_iteration")]
     assert list(switched(problem, space, plan, ())) == tried
-    flags = SpaceFlags(global_batch="64", fix=("SP=on",), at_most=("cp=1",), forbid=("cuda-graphs=layer", "offload"))
+    flags = SpaceFlags(global_batch="64", at_most=("CP=1",), forbid=("cuda-graphs=layer", "offload"))
     assert list(switched(problem, space, plan, flags.barred)) == [exposed, tried[-1]]
     flags = replace(flags, forbid=(*flags.forbid, "cuda_graphs=full-iteration"))
     assert list(switched(problem, space, plan, flags.barred)) == [exposed]
@@ -71,6 +41,7 @@ def test_micro_batches_grow_beyond_the_space_where_that_helps() -> None:
     assert best.s_per_sequence < found.rivals[0].s_per_sequence
     assert wider.limits.admits("micro_batch", best.plan.micro_batch)
     assert f"micro_batch <= {best.plan.micro_batch}" in result.certificate.limits
+    assert result.certificate == search(problem, wider).certificate
     bounded = SpaceFlags(global_batch="4096", at_most=("micro-batch=16",)).barred
     assert with_excluded_options(problem, space, found, bounded)[1] == found
 
@@ -95,15 +66,6 @@ def test_the_page_of_such_a_plan_looks_at_micro_batches_as_large() -> None:
     fastest = _front(found.file, found.problem)[0]
     assert fastest.plan.micro_batch == found.plan.micro_batch
     assert fastest.step_s <= found.file.best.step_s
-
-
-def test_a_plan_that_cannot_have_sequence_parallelism_leaves_it_to_others() -> None:
-    """Ranks of tp 4 would not have equally many of 4,094 tokens."""
-    _, space = make(DENSE, "b300:1x8", batches=(4096,), seq_len=4094)
-    plan = ParallelPlan(global_batch=4096, tp=4, sp=False, dp_shard=2, micro_batch=32)
-    wider = with_options_of(space, plan)
-    assert wider.limits.sequence_parallel
-    assert wider.limits.admits("micro_batch", 32)
 
 
 def test_a_best_plan_that_they_do_not_help_stays() -> None:

@@ -42,6 +42,7 @@ def test_split_schedules_are_its_own(name: str) -> None:
         ("zb-h1", {"grad_reduce_overlap": True}, "overlaps neither reductions nor gathers"),
         ("zb-v", {"param_gather_overlap": True}, "overlaps neither reductions nor gathers"),
         ("zb-v", {"recompute": "full"}, "frees no memory"),
+        ("zb-h1", {"gradient_accumulation_fusion": False}, "needs gradient_accumulation_fusion"),
         ("zb-h1", {"vp": 2, "layers_per_chunk": None}, "1f1b and zb-h1 have vp 1, zb-v has 2"),
     ],
 )

@@ -79,7 +79,7 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
             for schedule in limits.of("schedule")
             if schedule != "gpipe" or vp == 1
         ]
-        for ep, etp, micro, (vp, schedule, layout), sharding, recompute, kind, batch in product(
+        for ep, etp, micro, (vp, schedule, layout), sharding, recompute, kind, batch, sp in product(
             experts,
             sorted({1, tp}) if model.moe else [1],
             range(1, dict(limits.upper_bounds)["micro_batch"] + 1),
@@ -88,6 +88,7 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
             limits.recomputes,
             limits.of("cp_kind")[: None if cp > 1 else 1],
             limits.global_batches,
+            limits.of("sp") if tp > 1 and 512 // cp % tp == 0 else (False,),
         ):
             stage = tp * cp * replicate * shard
             if stage % (ep * etp * replicate):
@@ -102,7 +103,7 @@ def all_shapes(limits: Limits, model: ModelSpec, devices: int) -> Iterator[Paral
                     global_batch=batch,
                     micro_batch=micro,
                     tp=tp,
-                    sp=tp > 1 and 512 // cp % tp == 0,
+                    sp=bool(sp),
                     cp=cp,
                     cp_kind=kind,  # type: ignore[arg-type]
                     pp=pp,
@@ -140,7 +141,12 @@ def test_enumeration_equals_brute_force(
         shard_domains=(2, 4) if book.shards_over_part else (),
         recomputes=recomputes,
         split=book.split,
-    ).where(sharding=book.words("sharding"), schedule=book.words("schedule"), gradient_accumulation_fusion=(True,))
+    ).where(
+        sharding=book.words("sharding"),
+        schedule=book.words("schedule"),
+        sp=(True, False),
+        gradient_accumulation_fusion=(True,),
+    )
     space = replace(space_of(model, devices, limits), rules=book.rules)
     found = enumerated(space)
     shapes = list(all_shapes(limits, model, devices))

@@ -58,6 +58,15 @@ def test_the_best_plan_is_that_of_a_plain_enumeration(model: ModelSpec, cluster:
     assert certificate.least_left >= 1 + MARGIN
 
 
+def test_without_sequence_parallelism_other_degrees_may_be_best() -> None:
+    """An all-reduce hides behind the weight gradients; the gather of sequence parallelism does not."""
+    job = {"cluster": "b200:2x8", "seq_len": 512, "framework": "megatron-lm-2022"}
+    either, on, off = (search(*make(LARGE, fix=fix, **job)).rivals[0] for fix in ((), ("sp=on",), ("sp=off",)))
+    assert either == off
+    assert either.plan.tp == 2 != on.plan.tp
+    assert on.s_per_sequence > 1.02 * either.s_per_sequence
+
+
 def test_rivals_are_the_best_of_their_cells() -> None:
     problem, space = make(MOE)
     result = search(problem, space, margin=0.5)

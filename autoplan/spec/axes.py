@@ -73,7 +73,7 @@ AXES: tuple[Axis, ...] = (
     _list(name="recompute_num_layers", help="Layers of every chunk that full recomputation repeats; default: all.",
           change="recompute", elsewhere="use recompute", flag=""),
     _flag(name="sp", help="Sequence parallelism, if tp > 1.", needs=Needs.TENSOR_RANKS, label="sequence parallelism",
-          flag="--sp/--no-sp", flag_default=True, of_kernels=True),
+          searched=(True, False), flag="--sp/--no-sp", flag_default=True, of_kernels=True),
     _flag(name="tp_overlap", help="Overlap tensor-parallel communication.", needs=Needs.TENSOR_RANKS,
           label="overlap of tensor-parallel traffic", phrases={True: "TP overlap"}, searched=(False, True),
           of_memory=False),

@@ -345,7 +345,8 @@ class Framework:
 
     def choice(self, axis: str) -> Value:
         """Return the value of an option in plans that leave it out."""
-        value: Value = _parsed(self.usual).get(axis, AXIS[axis].default)
+        default = self.network.sequence_parallel if axis == "sp" else AXIS[axis].default
+        value: Value = _parsed(self.usual).get(axis, default)
         return value
 
     @property

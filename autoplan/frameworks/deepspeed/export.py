@@ -108,7 +108,6 @@ _ZERO3, _GATHERS = Sharding.ZERO3.code, (Sharding.ZERO1.code, Sharding.ZERO2.cod
 # Parts of a plan that the JSON cannot express.
 _LIMITS_WITH_MICS = (
     only("pp", 1, why="the script gives the stages to PipelineModule(num_stages), plan with pp 1"),
-    only("sp", False, why="AutoTP keeps whole sequences, leave it out"),
     only("ep_overlap", False, why="leave it out"),
     only("dropout", False, why="the model has it, plan without"),
     USUAL_RANK_ORDER,

@@ -114,7 +114,7 @@ RULES: tuple[Rule, ...] = (
         holds=lambda s, b: (b.cp == 1) | (b.tp == 1),
         text=lambda s, p: f"cp {p.cp} with tp {p.tp}: Ulysses knows no tensor parallelism, set one to 1",
     ),
-    shared.sp_needs_tp("module_inject/auto_tp.py"),
+    shared.only("sp", False, why="AutoTP keeps whole sequences, leave it out", source="module_inject/auto_tp.py"),
     shared.whole_experts(f"{_FOLDING}:214"),
     Rule(
         source=f"{_FOLDING}:206",

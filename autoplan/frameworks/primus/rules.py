@@ -74,6 +74,12 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
+        source=f"{_LAUNCHER}:209",
+        # Weight gradients are only deferred if the product accumulates them.
+        holds=lambda s, b: ~b.splits_backward | b.gradient_accumulation_fusion,
+        text=lambda s, p: f"schedule {p.schedule!r} needs gradient_accumulation_fusion: leave it on",
+    ),
+    Rule(
         source=INTERLEAVED_MICROBATCHES.source,
         holds=lambda s, b: (b.schedule != INTERLEAVED) | INTERLEAVED_MICROBATCHES.holds(s, b),
         text=INTERLEAVED_MICROBATCHES.text,
