@@ -71,6 +71,9 @@ def _pairs(typed: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
         axis = axis.strip().lower().replace("-", "_")
         if not sign or not axis or not value.strip():
             raise InputError(f"{option} {text!r}: write AXIS=VALUE, such as {option} tp=8")
+        if "=" in value:
+            each = " ".join(f"{option} {pair.strip()}" for pair in text.split(","))
+            raise InputError(f"{option} {text!r} names several axes: write {each}")
         if axis in pairs:
             raise InputError(f"{option} {axis} is given twice: leave one of them out")
         pairs[axis] = value.strip().lower()

@@ -544,6 +544,7 @@ def test_a_file_of_ten_gigabytes_is_not_read(folder: Path) -> None:
         (("llama.json", *PLACE, "--fix", "tp=3"), "divide the 8 devices"),
         (("llama.json", *PLACE, "--fix", "luck=3"), "unknown axis"),
         (("llama.json", *PLACE, "--max", "tp"), "AXIS=VALUE"),
+        (("llama.json", *PLACE, "--fix", "tp=2,pp=2"), "names several axes: write --fix tp=2 --fix pp=2"),
         (("llama.json", *PLACE, "--max-tp", "0"), "whole number"),
         (("llama.json", *PLACE, "--fix", "tp=8", "--max-tp", "4"), "tp=8 is above --max tp=4"),
         (("llama.json", *PLACE, "--fix", "tp_overlap=on"), "tp_overlap_share is 0.*nemo"),

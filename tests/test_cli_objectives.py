@@ -145,7 +145,10 @@ def test_clusters_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str])
     cost = [row["outcome"]["best"]["figures"]["cost_per_token"] for row in rows]
     assert rate[0] > rate[1]
     assert cost[0] / cost[1] == pytest.approx(2 * rate[1] / rate[0])
-    with pytest.raises(InputError, match="is not one of the clusters"):
-        run("compare", *flags, "--price", "b200=3")
+    listed = ",".join(prices[1::2])
+    run("compare", *flags, "--price", listed, "--json")
+    assert json.loads(capsys.readouterr().out) == rows
+    with pytest.raises(InputError, match="b200 is not one of the clusters"):
+        run("compare", *flags, "--price", f"{listed},b200=3")
     with pytest.raises(InputError, match="given twice"):
         run("compare", *flags, "--price", "3", "--price", "4")

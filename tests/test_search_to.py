@@ -112,7 +112,7 @@ def test_what_a_target_cannot_be_told_of_a_model_is_one_line_before_anything_is_
 
 
 def test_a_target_of_another_framework_is_refused() -> None:
-    with pytest.raises(InputError, match="which torchtitan is not: search with --framework torchtitan"):
+    with pytest.raises(InputError, match="not for torchtitan: search with --framework torchtitan"):
         autoplan.search(
             "llama3-8b",
             cluster="h100-sxm:1x8",

@@ -98,7 +98,7 @@ def compare(
 
 def _prices(texts: list[str], clusters: list[str]) -> dict[str, str]:
     prices = {}
-    for text in texts:
+    for text in (item.strip() for listed in texts for item in listed.split(",")):
         name, _, price = text.rpartition("=")
         if name and name not in clusters:
             raise InputError(f"--price {text}: {name} is not one of the clusters ({', '.join(clusters)})")

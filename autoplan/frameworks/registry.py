@@ -208,7 +208,7 @@ def find_target(to: str, framework: Framework | None = None) -> Target:
     target = TARGETS[name].at(version if at else TARGETS[name].versions[0])
     if framework is not None and framework.rules not in target.rules:
         raise InputError(
-            f"the plan was made for {framework.name}, which {target.title} is not: "
+            f"the plan was made for {framework.name}, not for {target.title}: "
             f"search with --framework {name} for a plan that it can run"
         )
     return target
