@@ -306,6 +306,7 @@ def said_in_words(training: TrainingSpec, read: TrainingSpec, text: str) -> Iter
         "lengths": "Samples have",
         "batching": "Samples have",
         "optimizer": f"takes {TRAITS[training.optimizer].title}",
+        "balancing_loss": f"as uneven as a balancing loss of {training.balancing_loss:g} says",
     }
     for name, sentence in words.items():
         if getattr(training, name) == getattr(read, name):

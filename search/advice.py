@@ -25,6 +25,7 @@ from autoplan.spec.search_result import SearchResult
 from autoplan.topology.cluster import MAX_DEVICES
 
 CHECKED_CELLS = 64  # cells checked for a reason, spread over the space
+CHECKED_PLANS = 100_000  # of these cells; fewer cells are checked where they have more
 BLOCK_PLANS = 4096  # priced at once when trying a cluster size
 NEAREST_BATCHES = 4
 SHOWN_WAYS = 3
@@ -67,7 +68,10 @@ def why_empty(space: Space) -> str:
     if not any(batch % dp == 0 for batch in limits.global_batches for dp in degrees):
         return _why_no_batch(limits, degrees)
     # No plan is priced: the rules say which of them rejects the candidates.
-    batch = space.candidates(cells[:: -(-len(cells) // CHECKED_CELLS)])
+    checked = cells[:: -(-len(cells) // CHECKED_CELLS)]
+    while len(checked) > 1 and space.size(checked) > CHECKED_PLANS and space.size(checked[::2]):
+        checked = checked[::2]
+    batch = space.candidates(checked)
     if not len(batch):
         batches = " or ".join(str(batch) for batch in limits.global_batches[:NEAREST_BATCHES])
         limited = "; ".join(limits.describe(workload.model))

@@ -114,7 +114,7 @@ def test_a_fine_tune_on_one_node(tmp_path: Path) -> None:
 def test_experts_on_256_devices(tmp_path: Path) -> None:
     asked = ("deepseek_v3", "--cluster", "h100-sxm:32x8", "--global-batch", "2k", "--seq-len", "4k")
     printed = said(tmp_path, "search", *asked)
-    assert len(answer_of(printed)) <= 20
+    assert len(answer_of(printed)) <= 21  # with how evenly experts are taken to be used
     said(tmp_path, *step(printed, "next"))
     block = said(tmp_path, *step(printed, "why"), "--markdown")
     assert block.startswith("### deepseek-v3 on 32 x 8 h100-sxm")

@@ -157,7 +157,7 @@ BAD: dict[str, tuple[bytes, str | None, str]] = {
     "another target": (b"pip install torch\n", "fortran", "no files of 'fortran' are read: known are "),
     "no text": (b"\xff\xfe\x00", None, "not UTF-8 text"),
     "too large": (b"#" * (MAX_BYTES + 1), None, "too large"),
-    "no plan file": (b'{"schema_version": 12}', None, "missing versions"),
+    "no plan file": (b'{"schema_version": 13}', None, "missing versions"),
     "half a file": (b'{"schema_version": 2', None, "not valid JSON"),
     "deep": (b'{"schema_version": ' + b"[" * 10**5, None, "nested too deeply"),
 }

@@ -245,7 +245,7 @@ def test_fused_kernels_take_no_more(changes: dict[str, object], framework: str) 
 
 
 def test_a_search_always_fuses_what_leaves_the_numerics_alone() -> None:
-    few = ["recompute=none", "cp=1"]
+    few = ["recompute=none", "cp=1", "cross_entropy_fusion=native"]
     space = make_space(problem_of(model=load_model("deepseek-v2-lite")), 16, fix=few)
     plans, _ = space.plans(space.cells())
     assert plans.router_fusion.all()
@@ -257,7 +257,8 @@ def test_a_search_always_fuses_what_leaves_the_numerics_alone() -> None:
 
 def test_tokens_are_dropped_where_that_is_allowed_or_usual_and_none_travels_once() -> None:
     for framework, allow, drops in (("nemo-25.09", (), {True}), ("nemo", ("token_dropping",), {False, True})):
-        space = make_space(problem_of(framework, model=MIXTURE), 16, allow=allow, fix=["recompute=none", "cp=1"])
+        few = ["recompute=none", "cp=1", "cross_entropy_fusion=native"]
+        space = make_space(problem_of(framework, model=MIXTURE), 16, allow=allow, fix=few)
         plans, _ = space.plans(space.cells())
         assert set(plans.token_dropping.tolist()) == drops
         assert set(plans.dispatcher[plans.token_dropping & (plans.ep > 1)].tolist()) == {0}

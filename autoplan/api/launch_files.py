@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from autoplan.api.options import ProblemOptions
-from autoplan.api.problem import check_rank_order, load_framework, load_model, make_problem
+from autoplan.api.problem import check_rank_order, load_framework, load_model, make_problem, with_usual_routing
 from autoplan.api.results import Result, Table
 from autoplan.base.errors import AutoplanError, InputError
 from autoplan.base.files import encode
@@ -27,11 +27,13 @@ from autoplan.search.plan_changes import Difference, changes, fastest_path, near
 from autoplan.search.ranking import TIE
 from autoplan.search.space import Space
 from autoplan.spec.explanation import AxisChange, CurrentPlan, OptionChange
+from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan
 from autoplan.spec.plan_file import PlanFile
 from autoplan.spec.problem import Problem
 from autoplan.spec.search_result import RankedPlan, SearchResult
+from autoplan.spec.training import TrainingSpec
 from autoplan.topology.cluster import ClusterSpec
 
 
@@ -177,6 +179,11 @@ class LaunchStart:
         return _with_options(self, file, today)
 
 
+def with_routing(launch: Launch, framework: Framework, training: TrainingSpec) -> TrainingSpec:
+    """Return a launch file's training with experts as even as they usually are, which only plan files say."""
+    return training if launch.target == plan_file.NAME else with_usual_routing(launch.model, framework, training)
+
+
 def start_from(
     path: str | Path,
     cluster: ClusterSpec,
@@ -196,7 +203,10 @@ def start_from(
     except InputError as error:
         raise InputError(str(error).replace("--model", "MODEL")) from None  # which is an argument of a search
     training = launch.training if seq_len is None else replace(launch.training, seq_len=seq_len)
-    options = {"framework": launch.framework, **options, "training": training}
+    options = {"framework": launch.framework, **options}
+    if options.get("expert_imbalance") is None and options.get("balancing_loss") is None:
+        training = with_routing(launch, load_framework(options["framework"]), training)
+    options = {**options, "training": training}
     batch = str(global_batch or launch.plan.global_batch)
     is_number = batch.isascii() and batch.isdigit() and 0 < len(batch) < 10
     num_sequences = int(batch) if is_number else launch.plan.global_batch

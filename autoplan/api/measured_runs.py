@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from autoplan.api.calibrations import MIN_RUNS, calibration_of, described_machine, fitted_to, plain_calibration
-from autoplan.api.launch_files import make_context
+from autoplan.api.launch_files import make_context, with_routing
 from autoplan.api.problem import load_cluster
 from autoplan.api.results import Result, Table
 from autoplan.api.timings import stored_table
@@ -331,7 +331,7 @@ def _problem_of(cluster: ClusterSpec, past: PastRun) -> Problem:
         )
     return Problem(
         model=launch.model,
-        training=launch.training,
+        training=with_routing(launch, framework, launch.training),
         cluster=of_size(cluster, launch.plan.num_devices),
         framework=framework,
         calibration=built_in_calibration(framework, cluster.device),

@@ -240,10 +240,15 @@ def _with_routing(
         raise InputError(
             f"--expert-imbalance {imbalance:g} and --balancing-loss {loss:g} both say how uneven experts are: give one"
         )
-    is_tuned = training.finetuning is not None or training.preference is not None
     is_said = imbalance is not None or loss is not None or options.get("training") is not None
-    if model.moe is None or is_said:
+    return training if is_said else with_usual_routing(model, framework, training)
+
+
+def with_usual_routing(model: ModelSpec, framework: Framework, training: TrainingSpec) -> TrainingSpec:
+    """Return the training with experts as even as they are where nothing says how even."""
+    if model.moe is None:
         return training
+    is_tuned = training.finetuning is not None or training.preference is not None
     loss = usual_balancing_loss(is_tuned=is_tuned, routes_freely=framework.experts.routes_freely)
     return replace(training, balancing_loss=loss)
 

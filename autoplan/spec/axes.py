@@ -182,7 +182,7 @@ AXES: tuple[Axis, ...] = (
     _word(name="cross_entropy_fusion",
           help="Kernels of the cross entropy: unfused, native (compiled), or te (Transformer Engine's, in place).",
           default=CrossEntropyFusion.UNFUSED, label="fusion of the cross entropy", offered_by=_MEGATRON,
-          searched=tuple(CrossEntropyFusion), is_monotone=True, flag_default=None, of_kernels=True,
+          searched=tuple(CrossEntropyFusion), flag_default=None, of_kernels=True,
           phrases={word: f"{word} cross entropy" for word in CrossEntropyFusion if word.code}),
     _word(name="chunked_loss",
           help="Compute head and loss in pieces: none, chunks (8), liger or cut (fused linear cross entropy).",
