@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import text
 
-from autoplan.base.errors import InputError, StoreError
+from autoplan.base.errors import InputError
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store import Choice, open_store
 from autoplan.profiler.store.exchange import read_exchange, write_exchange
@@ -126,26 +126,6 @@ def test_a_run_is_hidden_and_its_mark_travels(tmp_path: Path, url: str) -> None:
         assert own.change([own.full_key(RUN.key[:8])], hides=False, by="bob", reason="was quiet") == 1
         assert team.add(own.marks()).marks == 1
         assert list(team.runs()) == [RUN, FAILED]
-
-
-def test_a_database_of_before_runs_could_be_hidden_is_read_and_added_to(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where the role does not own its tables, and so cannot migrate them."""
-    with open_store(url) as store:
-        store.add([GEMM, RUN])
-        with store._database.writing() as connection:
-            connection.execute(text("DROP TABLE run_marks"))
-            connection.execute(text("UPDATE autoplan_schema SET version_num = '3'"))
-    monkeypatch.setattr("autoplan.profiler.store.database.may_migrate", lambda connection: False)
-    with open_store(url) as store:
-        assert (store.schema, store.add([FAILED]).new) == (3, 1)
-        assert (list(store.runs()), list(store.records()), list(store.check())) == ([RUN, FAILED], [GEMM], [])
-        assert store.find(RUN.key) == (RUN, None)
-        assert store.change([store.full_key(GEMM.key)], hides=True, by="ada", reason="hot") == 1
-        assert [mark.key for mark in store.marks()] == [GEMM.key]
-        with pytest.raises(StoreError, match="schema 3, which hides no runs: its owner can migrate it"):
-            store.full_key(RUN.key)
 
 
 def test_a_database_of_before_gets_its_table_of_runs(tmp_path: Path) -> None:

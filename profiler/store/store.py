@@ -49,7 +49,7 @@ T = TypeVar("T")
 BATCH = 1_000  # records per transaction: limits the loss of a killed writer, and the wait of others
 MIN_PREFIX = 6
 MAX_AT_ONCE = 100  # keys per query
-RUNS_HIDDEN_FROM = 4  # the first schema with marks of runs
+MARKED = (OPERATIONS, RUNS)  # tables whose rows can be hidden
 MAX_FAILURES = 2  # failures after which an operation counts as impossible on a machine; one may be transient
 
 
@@ -110,11 +110,6 @@ class Store:
         """The schema of the database."""
         return self._database.schema
 
-    @property
-    def _marked(self) -> tuple[Marked, ...]:
-        """Tables whose rows can be hidden here."""
-        return (OPERATIONS, RUNS) if self.schema >= RUNS_HIDDEN_FROM else (OPERATIONS,)
-
     def add(self, new: Iterable[Record | RunRecord | Mark], *, on_batch: Callable[[int], None] | None = None) -> Added:
         """Add new records, runs and marks; implausible records are hidden immediately (quarantined).
 
@@ -140,7 +135,7 @@ class Store:
                 num_new += insert_new(connection, runs, run_rows) if run_rows else 0
                 kept_out = quarantine(connection, {finding.key: finding.reason for finding in findings})
                 findings = [finding for finding in findings if finding.key in kept_out]
-                num_marks = sum(add_marks(connection, kind, new_marks) for kind in self._marked) if new_marks else 0
+                num_marks = sum(add_marks(connection, kind, new_marks) for kind in MARKED) if new_marks else 0
             self._fingerprint_ids.update(ids)
             done += len(batch)
             total = Added(
@@ -166,7 +161,7 @@ class Store:
     def runs(self, choice: Choice = ALL, *, include_hidden: bool = False) -> Iterator[RunRecord]:
         """Yield training runs in the order in which they were added."""
         query = self._chosen(RUNS, select(runs), choice)
-        if not include_hidden and RUNS in self._marked:
+        if not include_hidden:
             query = query.where(~is_hidden(RUNS))
         for row, machine in self._rows_with_machines(query, runs.c.id):
             if run := self._read(run_of, row, machine):
@@ -179,8 +174,6 @@ class Store:
 
     def _chosen(self, kind: Marked, query: Select[Any], choice: Choice) -> Select[Any]:
         """Return a query of records or runs restricted to a choice."""
-        if choice.review is not None:
-            self._check_marked(kind)
         if choice.device is not None or choice.driver is not None:
             numbers = [number for number, machine in self._machines(choice.device).items() if choice.takes(machine)]
             query = query.where(kind.rows.c.fingerprint_id.in_(numbers))
@@ -189,7 +182,7 @@ class Store:
     def reviews(self, keys: Collection[str], kind: Marked = OPERATIONS) -> dict[str, Review]:
         """Return the review of these keys: proposed, approved or hidden."""
         reviews: dict[str, Review] = dict.fromkeys(keys, "proposed")
-        for batch in _batches(keys, MAX_AT_ONCE) if kind in self._marked else ():
+        for batch in _batches(keys, MAX_AT_ONCE):
             with self._database.reading() as connection:
                 for review in ("approved", "hidden"):
                     query = select(kind.rows.c.key).where(kind.rows.c.key.in_(batch), is_reviewed(review, kind))
@@ -279,8 +272,6 @@ class Store:
     def words(self, key: str) -> list[Mark]:
         """Return the marks of the record or run whose key begins with `key`: the one that counts, then the others."""
         kind, row = self._row_of_key(key)
-        if kind not in self._marked:
-            return []
         with self._database.reading() as connection:
             return marks_of(connection, kind, row.id, row.key)
 
@@ -298,16 +289,8 @@ class Store:
 
     def full_key(self, key: str) -> str:
         """Return the key of the only record or run that begins with `key`, even if it is unreadable."""
-        kind, row = self._row_of_key(key)
-        self._check_marked(kind)
+        _, row = self._row_of_key(key)
         return str(row.key)
-
-    def _check_marked(self, kind: Marked) -> None:
-        """Raise an error for marks of rows that this database does not support."""
-        if kind not in self._marked:
-            raise StoreError(
-                f"{self.name} has schema {self.schema}, which hides no runs: its owner can migrate it by writing to it"
-            )
 
     def _row_of_key(self, key: str) -> tuple[Marked, Row[Any]]:
         if len(key) < MIN_PREFIX or set(key) - set("0123456789abcdef"):
@@ -327,13 +310,13 @@ class Store:
         for batch in _batches(keys, BATCH):
             with self._database.writing() as connection:
                 num_changed += sum(
-                    change(connection, kind, batch, hides=hides, by=by, reason=reason) for kind in self._marked
+                    change(connection, kind, batch, hides=hides, by=by, reason=reason) for kind in MARKED
                 )
         return num_changed
 
     def marks(self) -> Iterator[Mark]:
         """Yield the marks in the order in which they were added: those of operations, then those of runs."""
-        for kind in self._marked:
+        for kind in MARKED:
             query = select(kind.marks, kind.rows.c.key).join_from(kind.marks, kind.rows)
             for row in self._rows(query, kind.marks.c.id):
                 try:
@@ -383,7 +366,7 @@ class Store:
                     raise StoreError(f"{self.name} {DAMAGED} ({problem})")
         for row, machine in self._rows_with_machines(select(records).where(~is_hidden()), records.c.id):
             yield from findings_in(row, machine, record_of, f"{row.operation} {row.shape}")
-        query = select(runs).where(~is_hidden(RUNS)) if RUNS in self._marked else select(runs)
+        query = select(runs).where(~is_hidden(RUNS))
         for row, machine in self._rows_with_machines(query, runs.c.id):
             yield from findings_in(row, machine, run_of, f"run of {row.model}")
 
