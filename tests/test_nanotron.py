@@ -128,7 +128,10 @@ REFUSED: dict[str, tuple[PlanFile, str]] = {
     "context parallelism": (nanotron(cp=2), "cp 2: runs with context parallelism do not start"),
     "zero3": (nanotron(dp_shard=4, sharding="zero3"), "sharding 'zero3' does not exist"),
     "overlap without sequence parallelism": (nanotron(tp=2, tp_overlap=True), "tp_overlap needs sp"),
-    "another framework": (replace(nanotron(), framework=load_framework("torchtitan")), "which nanotron is not"),
+    "another framework": (
+        replace(nanotron(), framework=load_framework("torchtitan")),
+        "made for torchtitan, not for nanotron",
+    ),
 }
 
 

@@ -212,7 +212,7 @@ BREAKING: dict[str, tuple[Rulebook, tuple[Case, ...]]] = {
             (DENSE, plan_of(cp=8, cp_kind="all_to_all"), 4100, "seq_len 4100 must be divisible by cp 8"),
             (SIX_GROUPS, plan_of(cp=4, cp_kind="all_to_all"), 4096, "num_kv_heads 6 be a multiple or a divisor"),
             (DENSE, plan_of(tp=2, cp=2, cp_kind="all_to_all"), 4096, "cp 2 with tp 2"),
-            (DENSE, plan_of(sp=True), 4096, "sp needs tp > 1"),
+            (DENSE, plan_of(sp=True), 4096, "sp: AutoTP keeps whole sequences"),
             (MOE, plan_of(etp=2, dp_shard=2), 4096, "etp 2: every rank has all experts"),
             (MOE, plan_of(tp=2, pp=2, ep=2, dp_shard=2), 4096, "ep 2 with tp 2 needs pp 1"),
             (
