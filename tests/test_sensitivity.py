@@ -129,7 +129,7 @@ def test_flips_are_where_searches_flip(
     problem, space, best, found = answered
     by_name = {quantity.name: quantity for quantity in quantities(problem)}
     flips = [flip for flip in found.flips if flip.is_proven and flip.quantity in by_name]
-    assert len(flips) >= (problem.model is LARGE)
+    assert flips or problem.model is not LARGE
     for flip in flips:
         quantity = by_name[flip.quantity]
         growth = 1.0 / flip.factor if quantity.is_rate else flip.factor
