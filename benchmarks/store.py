@@ -143,14 +143,13 @@ def _lookup(url: str, fill_s: float) -> list[str]:
         ):
             look_up = partial(store.timings, machine, operations=operations)
             shown = f"{_kind(url)} | {count:,} | {fill_s:.0f} s | {operations[0] if operations else 'all'}"
-            first = _timed(look_up, repeats=1)  # before it is in the cache
             found = look_up()
             calls = {
                 "look-up": _timed(look_up),
                 "table": _timed(partial(TimingTable.of, found)),
                 "digest": _timed(lambda found=found: TimingTable.of(found).digest),  # type: ignore[misc]
             }
-            for what, cells in {"first look-up": first, **calls}.items():
+            for what, cells in calls.items():
                 rows.append(f"| {shown} | {len(found):,} | {what} | {cells} |")
         rows.append(f"| {_kind(url)} | {count:,} | {fill_s:.0f} s | all | | page | {_timed(_overview(store))} |")
     return rows
@@ -205,9 +204,9 @@ arrived.  Missing: rows that the killed one had not sent yet.  Then every push i
 ## A search's timings among a million rows
 
 {devices} devices, {fingerprints} machines of each; the first has {shapes:,} rows, each of a shape of its own.  Found
-are the timings that serve a usual machine, and this one, at first from the database, then from the cache; of them the
-table is made that plans are priced with, and its digest.  The page is that of `autoplan db report`.  CPU: of the
-searching process, whose time with SQLite is all that there is.
+are the timings that serve a usual machine, and this one; of them the table is made that plans are priced with, and its
+digest.  The page is that of `autoplan db report`.  CPU: of the searching process, whose time with SQLite is all that
+there is.
 
 | database | rows | filled in | operations | found | what | fastest of {repeats} | median | CPU | load |
 |---|--:|--:|---|--:|---|--:|--:|--:|--:|
@@ -228,7 +227,6 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            os.environ["XDG_CACHE_HOME"] = name  # so that the first look-up finds no cache
             for place in ("pushed", "large"):
                 with _schema(options.server) as schema:
                     for url in (str(folder / f"{place}.db"), schema):

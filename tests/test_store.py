@@ -25,12 +25,10 @@ from sqlalchemy import MetaData, event, func, inspect, select, text
 from autoplan.api.database import change, copy
 from autoplan.base.errors import InputError, StoreError, StoreWarning
 from autoplan.profiler.record import SLOWED, Fingerprint, Mode, Record, Status
-from autoplan.profiler.store import Choice, HostsApart, Store, kept_timings, match, open_store, schema
+from autoplan.profiler.store import Choice, Store, match, open_store, schema
 from autoplan.profiler.store import store as store_module
 from autoplan.profiler.store.database import open_database
-from autoplan.spec.measurement import Match, Measurement
-from autoplan.spec.operations import Operation
-from autoplan.spec.timing import TimingTable
+from autoplan.spec.measurement import Match
 from stores import GEMM, LAB, migrate_later, some_records
 
 
@@ -491,53 +489,15 @@ def test_the_choice_is_that_of_sorting_them_all(empty: Path, held: list[Record])
         assert chosen(store) == expected
 
 
-def test_many_timings_are_kept_until_a_record_or_a_mark_is_new(
-    store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept_timings, "MAX_READ", 2)
-    monkeypatch.setattr(kept_timings, "MAX_FILES", 2)
-    monkeypatch.setattr(kept_timings, "_folder", lambda: tmp_path / "cache")
-    near = replace(GEMM, host="node2", samples_s=(GEMM.seconds * 1.5,))
-    store.add([GEMM, near, *some_records(0, 5)])
-
-    def looked_up(**options: list[Operation]) -> tuple[list[Measurement], list[HostsApart]]:
-        with open_store(url, writable=False) as again:
-            return list(again.timings(LAB, **options)), again.hosts_apart
-
-    first = looked_up()
-    (file,) = (tmp_path / "cache").iterdir()
-    with monkeypatch.context() as patched:
-        patched.delattr(kept_timings, "choose_timings")  # what is kept suffices
-        assert looked_up() == first
-        assert first[1]
-    assert [timing.operation for timing in looked_up(operations=["gemm"])[0]] == ["gemm"] * len(first[0])
-    file.write_bytes(file.read_bytes()[:-100])
-    assert looked_up() == first
-    store.add([replace(GEMM, shape=(64, 64, 64))])
-    assert len(looked_up()[0]) == len(first[0]) + 1
-    store.change([near.key], hides=True, by="ada", reason="a slow node")
-    assert not looked_up()[1]
-    looked_up(operations=["wgrad"])
-    assert len(list((tmp_path / "cache").iterdir())) == 2
-
-
-def test_pushes_hides_and_pulls_reach_a_team_whose_timings_are_kept(
-    store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept_timings, "_folder", lambda: tmp_path / "cache")
+def test_pushes_hides_and_pulls_reach_a_team(store: Store, url: str, tmp_path: Path) -> None:
     mine = str(tmp_path / "mine.db")
     slow = replace(GEMM, host="node2", samples_s=(GEMM.seconds * 1.5,), measured_at="2026-11-24T00:00:00Z")
     open_store(mine).close()
 
     def served(place: str) -> float | None:
-        """Return what a search would take for the product: kept, and chosen anew."""
-        found = []
-        for most_read in (1, 10**6):
-            monkeypatch.setattr(kept_timings, "MAX_READ", most_read)
-            with open_store(place, writable=False) as again:
-                found.append({time.shape: time.seconds for time in again.timings(LAB)}.get(GEMM.shape))
-        assert found[0] == found[1]
-        return found[0]
+        """Return what a search would take for the product."""
+        with open_store(place, writable=False) as again:
+            return {time.shape: time.seconds for time in again.timings(LAB)}.get(GEMM.shape)
 
     store.add([GEMM, *some_records(0, 3)])
     assert served(url) == GEMM.seconds
@@ -557,49 +517,6 @@ def test_pushes_hides_and_pulls_reach_a_team_whose_timings_are_kept(
     change([slow.key], "no, it is sound", mine, hides=False)
     copy(mine, url)
     assert (served(mine), served(url)) == (slow.seconds, slow.seconds)
-
-
-def test_only_work_with_news_is_chosen_anew(
-    store: Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kept_timings, "MAX_READ", 4)
-    monkeypatch.setattr(kept_timings, "MAX_NEWS", 1)
-    monkeypatch.setattr(kept_timings, "_folder", lambda: tmp_path / "cache")
-    store.add([GEMM, *some_records(0, 5), *(replace(GEMM, shape=(64 * at, 64, 64)) for at in range(1, 6))])
-    asked: list[int | None] = []
-    choose = kept_timings.choose_timings
-
-    def choosing(*args: Any) -> Any:
-        asked.append(len(args[4]) if len(args) > 4 else None)
-        return choose(*args)
-
-    def agreed() -> list[HostsApart]:
-        with monkeypatch.context() as patched, open_store(url, writable=False) as again:
-            patched.setattr(kept_timings, "choose_timings", choosing)
-            found, apart = again.timings(LAB), again.hosts_apart
-        with monkeypatch.context() as patched, open_store(url, writable=False) as again:
-            patched.setattr(kept_timings, "MAX_READ", 10**6)
-            whole = again.timings(LAB)
-            assert TimingTable.of(found).digest == TimingTable.of(whole).digest
-            assert {*map(str, found)} == {*map(str, whole)}
-            assert apart == again.hosts_apart
-        return apart
-
-    assert not agreed()
-    slow = replace(GEMM, host="node2", samples_s=(GEMM.seconds * 1.5,))
-    store.add([slow, replace(GEMM, shape=(7, 64, 64))])  # of shapes that are there, and not
-    assert len(agreed()) == 1
-    store.change([slow.key], hides=True, by="ada", reason="a slow node")
-    assert not agreed()
-    store.change([replace(GEMM, shape=(7, 64, 64)).key], hides=True, by="ada", reason="a slow node")
-    assert not agreed()  # the only record of its shape
-    other = replace(GEMM, fingerprint=replace(GEMM.fingerprint, torch="2.99.0"), shape=(9, 64, 64))
-    store.add([other])  # of a machine that was not there
-    assert not agreed()
-    assert asked == [None, 2, 1, 2, 1]
-    store.add(replace(GEMM, shape=(11, at, 64)) for at in range(1, 6))
-    assert not agreed()
-    assert asked[5:] == [None]
 
 
 # -- check

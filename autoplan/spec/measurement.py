@@ -67,7 +67,7 @@ class MeasuredTimes(Rows):
 
     shapes: Ints  # (times, sizes)
     seconds: Floats
-    sources: NDArray[np.str_]
+    sources: NDArray[np.str_] | NDArray[np.bytes_]  # keys of records are ASCII, which takes a quarter of the memory
     matches: Ints
     is_burst: Bools
     is_disturbed: Bools
@@ -116,7 +116,8 @@ class Measurements:
     def __iter__(self) -> Iterator[Measurement]:
         for (operation, dtype), times in self.times.items():
             flags = times.is_burst.tolist(), times.is_disturbed.tolist()
-            columns = times.shapes.tolist(), times.seconds.tolist(), times.sources.tolist(), times.matches.tolist()
+            sources = times.sources.astype(np.str_).tolist()
+            columns = times.shapes.tolist(), times.seconds.tolist(), sources, times.matches.tolist()
             for shape, seconds, source, match, is_burst, is_disturbed in zip(*columns, *flags, strict=True):
                 yield Measurement(
                     operation=operation,

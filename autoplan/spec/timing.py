@@ -418,7 +418,7 @@ def _times(operation: Operation, times: MeasuredTimes) -> _Times:
     longer = seconds * np.where(is_disturbed, 1 + _SHIFT, 1.0)
     return _Times(
         exact=dict(zip(own, seconds.tolist(), strict=True)),
-        sources=dict(zip(own, times.sources.tolist(), strict=True)),
+        sources=dict(zip(own, times.sources.astype(np.str_).tolist(), strict=True)),
         disturbed=frozenset(own[at] for at in np.flatnonzero(is_disturbed)),
         between=Lazily({kind: partial(interpolation, seconds, kind) for kind in members}),
         shifted=Lazily(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
 
-from autoplan.base.arrays import Ints, distinct_rows
+from autoplan.base.arrays import Bools, Ints, distinct_rows
 from autoplan.profiler.contention import BesideProducts
 from autoplan.profiler.protocol import PRODUCTS_S
 from autoplan.profiler.record import SLOWED
@@ -59,11 +59,10 @@ def choose_timings(
     device: str,
     levels: Mapping[int, Match],
     operations: Collection[Operation] | None,
-    work: Collection[Any] | None = None,
 ) -> ChosenTimings:
     """Select from the records of machines with a device; `levels` rate their similarity to the target machine.
 
-    `operations` and `work`, rows of records, narrow the choice to these operations and to the work of these rows.
+    `operations` narrow the choice.
 
     The most similar machine wins, then the steadier mode of measurement.  Of its last `MAX_COMPARED` measurements the
     median counts, as machines have good and bad minutes; of imported ones the newest, then the fastest.  Only settled
@@ -76,9 +75,6 @@ def choose_timings(
     usable = [~is_hidden()]
     if operations is not None:
         usable.append(records.c.operation.in_(list(operations)))
-    if work is not None:
-        names = ("operation", "dtype", "work_hash")
-        usable += [records.c[name].in_({getattr(row, name) for row in work}) for name in names]
     is_candidate = records.c.status.in_(("ok", *DISTURBED))
     found = read_times(connection, levels, (*usable, is_candidate), unread)
     usable.append(records.c.is_alone)
@@ -94,7 +90,7 @@ def choose_timings(
     for level in sorted(repeated_at):
         conditions = _candidates(levels, level, (*usable, is_candidate))
         repeated = select(records.c.work_hash).where(*conditions).group_by(records.c.work_hash).having(func.count() > 1)
-        rows += _median_rows(connection.execute(_compared(conditions, repeated)), unread, apart)
+        rows += _median_rows(connection.execute(_compared(conditions, repeated)).all(), unread, apart)
     if has_unsettled:
         rows += _stand_ins(connection, levels, usable)
     for kind, compared in times_of_rows((row[: len(TIMED)] for row in rows), levels, unread).items():
@@ -130,37 +126,62 @@ def _candidates(
     return candidates
 
 
-def _median_rows(rows: Iterable[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
+def _median_rows(rows: Sequence[Any], unread: set[str], apart: list[HostsApart]) -> list[Any]:
     """Select the median of each shape and type, among rows (best first) measured like the first one.
 
     Only settled rows count, unless more of them were slow or unstable.  Collectives with the user's own settings come
     last.  Each host contributes its median; of these the median counts, of two the slower one, because a step over both
     waits for it.  Damaged rows are added to `unread`, hosts that differ to `apart`.
     """
-    alike: dict[int, list[Any]] = defaultdict(list)
-    for row in rows:
-        if not isinstance(row.seconds, int | float):  # damaged: text instead of a number
-            unread.add(row.key)
-        elif row.status == "ok" or may_stand_in(row.operation, row.status, json.loads(row.conditions)):
-            alike[row.work_hash].append(row)
-    chosen = []
-    for candidates in alike.values():
-        if len(candidates) == 1:
-            chosen.append(candidates[0])
-            continue
-        plain = [row for row in candidates if not _settings(row)] or candidates
-        first = next((row for row in plain if row.status == "ok"), plain[0])
-        how = (first.mode, first.kernel, _settings(first))
-        same = [row for row in plain if (row.mode, row.kernel, _settings(row)) == how]
-        settled = [row for row in same if row.status == "ok"]
-        by_host: dict[str, list[Any]] = defaultdict(list)
-        for row in settled if 2 * len(settled) >= len(same) else same:
-            by_host[row.host].append(row)
-        middles = sorted(map(_middle, by_host.values()), key=lambda row: row.seconds)
-        if middles[-1].seconds > HOSTS_APART * middles[0].seconds:
-            apart.append(HostsApart.of(middles[0], middles[-1]))
-        chosen.append(middles[len(middles) // 2])
-    return chosen
+    rows = [row for row in rows if _counts(row, unread)]
+    if not rows:
+        return []
+    columns = dict(zip((column.name for column in _CHOSEN_BY), zip(*rows, strict=True), strict=True))
+    settings = list(map(_settings, columns["conditions"]))
+    work, host = _numbered(columns["work_hash"]), _numbered(columns["host"])
+    how = _numbered(zip(columns["mode"], columns["kernel"], settings, strict=True))
+    seconds, is_settled = np.array(columns["seconds"]), np.array(columns["status"]) == "ok"
+    has_settings = np.array(list(map(bool, settings)))
+    is_plain = ~has_settings | ~_any(work, ~has_settings)
+    best_first = np.lexsort((~is_settled, ~is_plain, work))
+    is_same = is_plain & (how == how[best_first[_starts(work[best_first])]][work])
+    num_same, num_settled = np.bincount(work[is_same]), np.bincount(work[is_same], is_settled[is_same])
+    counts = is_same & (is_settled | (2 * num_settled < num_same)[work])
+    of_hosts = np.flatnonzero(counts)[np.lexsort((seconds[counts], host[counts], work[counts]))]
+    starts = _starts(work[of_hosts], host[of_hosts])
+    of_hosts = of_hosts[starts + (np.diff(starts, append=len(of_hosts)) - 1) // 2]
+    of_hosts = of_hosts[np.lexsort((seconds[of_hosts], work[of_hosts]))]
+    starts = _starts(work[of_hosts])
+    sizes = np.diff(starts, append=len(of_hosts))
+    fast, slow = of_hosts[starts], of_hosts[starts + sizes - 1]
+    differ = np.flatnonzero(seconds[slow] > HOSTS_APART * seconds[fast])
+    apart += [HostsApart.of(rows[fast[at]], rows[slow[at]]) for at in differ]
+    return [rows[at] for at in of_hosts[starts + sizes // 2]]
+
+
+def _counts(row: Any, unread: set[str]) -> bool:
+    operation, _, _, seconds, key, _, _, is_disturbed, _, status, _, conditions, *_ = row
+    if not isinstance(seconds, int | float):  # damaged: text instead of a number
+        unread.add(key)
+        return False
+    return not is_disturbed or may_stand_in(operation, status, json.loads(conditions))
+
+
+def _numbered(values: Iterable[Hashable]) -> Ints:
+    """Return a number for every value, equal ones alike, in the order in which they come."""
+    numbers: dict[Hashable, int] = {}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values])
+
+
+def _starts(*columns: Ints) -> Ints:
+    """Return where the values of ordered columns change."""
+    changes = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return np.flatnonzero(np.append(True, changes))
+
+
+def _any(groups: Ints, is_so: Bools) -> Bools:
+    """Return for every row whether any row of its group is so."""
+    return (np.bincount(groups, is_so) > 0)[groups]
 
 
 def _compared(candidates: Sequence[ColumnElement[bool]], repeated: Select[Any]) -> Select[Any]:
@@ -219,13 +240,11 @@ def _beside(row: Any) -> BesideProducts | None:
         return None
 
 
-def _settings(row: Any) -> tuple[tuple[str, str], ...]:
-    """Return the user's settings of the collective library when a row was measured."""
-    if "NCCL_" not in row.conditions:
+def _settings(conditions: str) -> tuple[tuple[str, str], ...]:
+    """Return the user's settings of the collective library in the conditions of a measurement."""
+    if "NCCL_" not in conditions:
         return ()
-    return tuple(
-        sorted((name, value) for name, value in json.loads(row.conditions).items() if name.startswith("NCCL_"))
-    )
+    return tuple(sorted((name, value) for name, value in json.loads(conditions).items() if name.startswith("NCCL_")))
 
 
 def _middle(rows: Iterable[Any]) -> Any:

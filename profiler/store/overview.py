@@ -10,6 +10,7 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from sqlalchemy import Connection, Select, case, func, select
@@ -26,10 +27,12 @@ HASH_LIMIT = 2**63  # hashes of shapes are uniform between +- this limit
 _DAY = func.substr(records.c.measured_at, 1, 10)
 
 
+@lru_cache(maxsize=4096)  # thousands of rows have the same few hosts and days
 def _text(value: object) -> str:
     return cleaned(value) if isinstance(value, str) else ""
 
 
+@lru_cache(maxsize=4096)
 def _day(value: object) -> str:
     return value if isinstance(value, str) and is_timestamp(f"{value}T00:00Z") else ""
 
@@ -40,7 +43,7 @@ class Cell:
 
     machine: int
     work: tuple[object, ...]  # shape, kernel and mode of measurement
-    what: str  # the shape, in words
+    what: str  # the shape, in words as the row has them
     operation: str
     host: str
     day: str
@@ -70,7 +73,7 @@ def cells(connection: Connection, share: float = 1.0) -> list[Cell]:
         Cell(
             machine=row.fingerprint_id,
             work=tuple(row[1:6]),
-            what=cleaned(f"{row.operation} {row.shape} {row.dtype}"),
+            what=f"{row.operation} {row.shape} {row.dtype}",
             operation=row.operation,
             host=_text(row.host),
             day=_day(row.day),
@@ -208,7 +211,7 @@ def compared(
             shapes=len(rated),
             ratio=statistics.median(ratio for ratio, _ in rated),
             worst=max(rated)[0],
-            worst_what=max(rated)[1],
+            worst_what=cleaned(max(rated)[1]),
         )
         for (device, name), rated in ratios.items()
     ]

@@ -17,9 +17,8 @@ from autoplan.profiler.contention import BesideProducts
 from autoplan.profiler.record import Fingerprint, Record
 from autoplan.profiler.run_record import RunRecord
 from autoplan.profiler.store.choice import ALL, Choice
-from autoplan.profiler.store.chosen_timings import HostsApart, beside_products
+from autoplan.profiler.store.chosen_timings import HostsApart, beside_products, choose_timings
 from autoplan.profiler.store.database import Database
-from autoplan.profiler.store.kept_timings import serving_timings
 from autoplan.profiler.store.machines import Machines, match, numbers_of, read_machines
 from autoplan.profiler.store.marks import (
     OPERATIONS,
@@ -246,7 +245,7 @@ class Store:
         They are selected by `choose_timings`, whose observations are counted here.
         """
         with self._database.reading() as connection:
-            chosen = serving_timings(connection, target, self._levels(target), operations)
+            chosen = choose_timings(connection, target.device, self._levels(target), operations)
         self._unread |= chosen.unread
         self.hosts_apart += chosen.hosts_apart
         return chosen.measurements

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from sqlalchemy import ColumnElement, Connection, Select, Text, cast, func, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, Select, Text, cast, func, select
 
 from autoplan.base.arrays import Ints
 from autoplan.base.units import MOST, check_positive
@@ -28,6 +28,8 @@ TIMED: tuple[ColumnElement[Any], ...] = (
 # In the order of the index.  Asked for a single value of one of them, such as is_alone, SQLite would sort all rows.
 _ALIKE = [records.c[name] for name in ("operation", "dtype", "is_alone", "status", "mode")]
 LONGEST_S = 1e6
+FS_PER_S = 1e15  # times in a text are femtoseconds, far below what any clock tells apart
+LONGEST_IN_TEXT_S = 9e3  # whole femtoseconds of more do not fit into 64 bits
 KEY_LENGTH = 12  # characters of a record's key, which are enough to find it
 
 Times = dict[tuple[Operation, str], MeasuredTimes]  # by operation and type
@@ -60,12 +62,12 @@ def read_times(
 
 def _joined(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> Select[Any]:
     """Return the query of records under some conditions: a row for all that are alike, a text for each column."""
-    is_sqlite = connection.dialect.name == "sqlite"
-    # Both write enough digits to read the same number again; SQLite itself ends after 15.
-    seconds = func.printf("%!.20g", records.c.seconds) if is_sqlite else cast(records.c.seconds, Text)
+    lengths_fs = records.c.seconds * FS_PER_S
+    # SQLite writes whole numbers several times as fast as others, and those with 15 digits; it cuts, hence the half.
+    written = cast(lengths_fs + 0.5, BigInteger) if connection.dialect.name == "sqlite" else lengths_fs
     texts = (
         func.aggregate_strings(records.c.shape, "\n"),
-        func.aggregate_strings(seconds, " "),
+        func.aggregate_strings(cast(written, Text), " "),
         func.aggregate_strings(func.substr(records.c.key, 1, KEY_LENGTH), ""),
     )
     return select(*_ALIKE, func.count(), *texts).where(*conditions).group_by(*_ALIKE)
@@ -75,7 +77,7 @@ def _of_texts(
     operation: Operation,
     size: int,
     shapes: str,
-    seconds: str,
+    lengths_fs: str,
     keys: str,
     *,
     level: Match,
@@ -85,14 +87,14 @@ def _of_texts(
     """Return the times of as many records as `size` says; None if any of them may be damaged."""
     try:
         sizes = _sizes(operation, size, shapes)
-        lengths_s = np.fromstring(seconds, dtype=np.float64, sep=" ")
-        sources = np.frombuffer(keys.encode("ascii"), dtype=f"S{KEY_LENGTH}").astype(f"U{KEY_LENGTH}")
+        lengths_s = np.fromstring(lengths_fs, dtype=np.float64, sep=" ") / FS_PER_S
+        sources = np.frombuffer(keys.encode("ascii"), dtype=f"S{KEY_LENGTH}")
     except (ValueError, TypeError, AttributeError, DeprecationWarning):
         return None
     if sizes is None or not len(sizes) == len(lengths_s) == len(sources):
         return None
     least = [name != "window" for name in SHAPES[operation]]
-    if not ((sizes >= least).all() and (lengths_s >= 1 / MOST).all() and (lengths_s <= LONGEST_S).all()):
+    if not ((sizes >= least).all() and (lengths_s >= 1 / MOST).all() and (lengths_s <= LONGEST_IN_TEXT_S).all()):
         return None
     return MeasuredTimes(
         shapes=sizes,
