@@ -40,6 +40,8 @@ def axes_of(model: ModelSpec, plan: ParallelPlan) -> dict[str, Any]:
             has_meaning = has_meaning or plan.offload != "none"
         if axis.name == "offload_percent":
             has_meaning = plan.offload == "optimizer"
+        if axis.name == "delay_wgrad":
+            has_meaning = plan.ep_overlap
         if axis.name == "param_gather_overlap":
             has_meaning = has_meaning and plan.sharding != "none"
         if has_meaning:
@@ -113,6 +115,8 @@ def _without_idle(problem: Problem, plan: ParallelPlan, axes: Axes) -> ParallelP
         for axis in _CHANGEABLE
         if axis.default is False and getattr(plan, axis.name) and not axis.needs.are_met(plan, **parts)
     }
+    if not plan.ep_overlap:
+        changes["delay_wgrad"] = False
     if plan.offload != "optimizer":
         changes["offload_percent"] = AXIS["offload_percent"].default
     if plan.offload == "none" and not AXIS["sharding"].needs.are_met(plan, **parts):

@@ -47,7 +47,9 @@ _STATES = frozenset(("sharding", "offload", "offload_percent"))
 _ALONE = (("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters"))
 _KNOWN_OF_STATES = _STATES | {*DEGREES, "sp", "precision", "attention"}
 # Axes that decide which values of the monotone ones are legal.
-_DECIDING = ("sharding", "offload", "grad_dtype", "ep", "dispatcher", "ep_overlap", "recompute_modules")
+_DECIDING = (
+    *("sharding", "offload", "grad_dtype", "ep", "dispatcher", "ep_overlap", "cuda_graphs", "recompute_modules"),
+)
 _KNOWN_OF_MONOTONE = _STATES | {"precision", "attention", *_DECIDING, *(axis.name for axis in _MONOTONE)}
 _KNOWN_OF_KIND = (
     _KNOWN_OF_GROUP | _STATES | {*(axis.name for axis in _MONOTONE)} | {"recompute", "recompute_modules", "ep_overlap"}

@@ -194,7 +194,7 @@ def test_words_are_read_with_either_dash_and_wrong_ones_are_answered_by_all() ->
 
 
 def test_changes_are_named_by_the_table_where_they_mean_something() -> None:
-    named = axes_of(load_model("deepseek-v3"), dataclasses.replace(BUSY, offload=Offload.OPTIMIZER))
+    named = axes_of(load_model("deepseek-v3"), dataclasses.replace(BUSY, offload=Offload.OPTIMIZER, ep_overlap=True))
     assert set(named) == {axis.changed_as for axis in FIELDS} - {""}
     assert set(LABELS) <= set(named)
     assert set(named) - set(axes_of(load_model("llama3-8b"), ParallelPlan(global_batch=1))) == {
@@ -202,7 +202,7 @@ def test_changes_are_named_by_the_table_where_they_mean_something() -> None:
         *("sharding", "grad_reduce_overlap", "param_gather_overlap", "reduce_dtype"),
         *("quantized_gathers", "quantized_reductions"),
         *("ep", "etp", "ep_overlap", "dispatcher", "token_dropping", "router_fusion", "rope_fusion"),  # without experts
-        "shared_expert_overlap",
+        *("shared_expert_overlap", "delay_wgrad"),
         "offload_percent",  # with nothing on the host
     }
     assert {axis.changed_as for axis in TYPED} == set(named) - {"layers", "nodes"}

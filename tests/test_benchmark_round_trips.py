@@ -117,6 +117,9 @@ WAYS: dict[str, dict[str, tuple[Way, ...]]] = {
     "sp": {"off": ({"tp": 2, "sp": False},), "on": ({"tp": 2, "sp": True},)},
     "tp_overlap": {"off": ({"tp": 2},), "on": ({"tp": 2, "tp_overlap": True},)},
     "ep_overlap": {"off": (EXPERT_RANKS,), "on": (EXPERT_RANKS | {"ep_overlap": True},)},
+    "delay_wgrad": {
+        shown(value): (EXPERT_RANKS | {"ep_overlap": True, "delay_wgrad": value},) for value in (False, True)
+    },
     "dispatcher": {word: (EXPERT_RANKS | {"dispatcher": word},) for word in Dispatcher},
     "grad_reduce_overlap": {"on": ({},), "off": (NOT_OVERLAPPED,)},
     "param_gather_overlap": {"on": ({},), "off": ({"param_gather_overlap": False},)},

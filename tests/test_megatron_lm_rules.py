@@ -80,6 +80,7 @@ BREAKING: dict[str, tuple[ModelSpec, ParallelPlan, int]] = {
     "tp overlap": (DENSE, plan_of(tp=2, tp_overlap=True), 4096),
     "shared experts": (MOE, plan_of(ep=2, dp_shard=2, shared_expert_overlap=True), 4096),
     "ep overlap": (MOE, plan_of(pp=2, ep=2, dp_shard=2, ep_overlap=True), 4096),
+    "delayed weight gradients": (MOE, plan_of(ep=2, dp_shard=2, delay_wgrad=True), 4096),
     "a schedule": (DENSE, plan_of(pp=2, schedule="gpipe"), 4096),
     "chunks": (DENSE, plan_of(pp=2, schedule="interleaved"), 4096),
     "interleaving needs pp": (DENSE, plan_of(vp=2, schedule="interleaved"), 4096),

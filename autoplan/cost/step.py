@@ -26,7 +26,7 @@ from autoplan.cost.pipeline.recurrence import PipelineTimes, pipeline_times
 from autoplan.cost.stages import Stages, chunk_times, work_terms
 from autoplan.cost.uneven_images import Encoding, images_waiting_s
 from autoplan.cost.uneven_lengths import Varying, met_in_turn, varying_s, waiting_s
-from autoplan.spec.blocks import ENCODER_BLOCKS
+from autoplan.spec.blocks import ATTENTION_BLOCKS, ENCODER_BLOCKS
 from autoplan.spec.enums import Schedule
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
@@ -157,7 +157,16 @@ def makespan(pipelines: LaidOutPipelines) -> Makespan:
     """Return (work, messages, critical stage) of every pipeline by its schedule's closed form or order."""
     batch, m, hop_s = pipelines.batch, pipelines.batch.num_microbatches, pipelines.hop_s
     overlaps = pipelines.layouts[0].problem.framework.overlap.p2p_overlap
-    result = pipeline_s(pipelines.forward_s, pipelines.backward_s, hop_s, m, batch.vp, overlaps=overlaps)
+    beside_s = _beside_gradients_s(pipelines) if batch.ep_overlap.any() else np.inf
+    result = pipeline_s(
+        pipelines.forward_s,
+        pipelines.backward_s,
+        hop_s,
+        m,
+        batch.vp,
+        overlaps=overlaps,
+        beside_gradients_s=beside_s,
+    )
     is_gpipe = batch.schedule == Schedule.GPIPE.code
     if is_gpipe.any():
         flow = gpipe_s(pipelines.forward_s, pipelines.backward_s, m, hop_s[:, :-1], overlaps=overlaps)
@@ -166,6 +175,22 @@ def makespan(pipelines: LaidOutPipelines) -> Makespan:
         for values, ordered in zip(result, (times.send_free_s, times.exposed_send_s, times.critical), strict=True):
             values[rows] = ordered
     return result
+
+
+def _beside_gradients_s(pipelines: LaidOutPipelines) -> Floats:
+    """Time of the work that may hide the message of a gradient, where two passes that overlap end together.
+
+    A forward and a backward pass that hide each other's expert traffic run layer by layer.  When the gradient is sent,
+    weight gradients of one attention are left to compute if they are delayed, and nothing otherwise (Megatron-LM
+    d98e8a6, core/models/common/model_chunk_schedule_plan.py, TransformerModelChunkSchedulePlan.run).
+    """
+    shortest_s = np.full(len(pipelines.batch), np.inf)
+    for layout in pipelines.layouts:
+        batch, costs = layout.laid.batch, layout.laid.costs.blocks
+        attention_s = [add_up(costs[block].weight_s.values()) for block in costs if block in ATTENTION_BLOCKS]
+        delayed_s = layout.overall * batch.delay_wgrad * np.minimum.reduce(attention_s)
+        np.minimum.at(shortest_s, layout.pipeline, np.where(batch.ep_overlap, delayed_s, np.inf))
+    return shortest_s
 
 
 def _run_in_order(pipelines: LaidOutPipelines) -> Iterator[tuple[Ints, PipelineTimes]]:

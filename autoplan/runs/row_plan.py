@@ -111,7 +111,9 @@ def plan_of(row: Row, problem: Problem, recipe: Recipe) -> ParallelPlan:
         tp_overlap=row.option("tp_overlap", problem.framework.overlap.tp_overlap_share > 0),
         dispatcher=_dispatcher(row, problem, recipe, ep, drops=drops),
         ep_overlap=overlaps,
-        **problem.framework.choices | _chosen(row, problem, recipe, sharding) | {"token_dropping": drops},
+        **problem.framework.choices
+        | _chosen(row, problem, recipe, sharding, overlaps=overlaps)
+        | {"token_dropping": drops},
         cuda_graphs=_graphs(row, problem.model, recipe.overlap_graphs if is_graphed else CudaGraphs.NONE),
         grad_reduce_overlap=row.option("grad_reduce_overlap", default=True),
         param_gather_overlap=row.option("param_gather_overlap", default=True),
@@ -145,7 +147,7 @@ def _offload_layers(row: Row, model: ModelSpec) -> OffloadLayers:
     return nearest
 
 
-def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[str, int | Value]:
+def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str, *, overlaps: bool) -> dict[str, int | Value]:
     """Return the row's choices, with the framework's defaults for the others."""
     narrows = problem.model.moe is not None and problem.training.precision in recipe.narrows_attention
     narrow_params = problem.framework.choice("narrow_params") and problem.training.precision not in recipe.wide_params
@@ -156,6 +158,9 @@ def _chosen(row: Row, problem: Problem, recipe: Recipe, sharding: str) -> dict[s
         "attention": (attention := _attention(row, problem, recipe)),
         "fp8_attention": attention == AttentionKernel.FLASH and row.option("fp8_attention", narrows),
     }
+    # Recipes that overlap experts do both (Megatron-Bridge 067f987, scripts/performance/utils/overrides.py).
+    if overlaps and problem.framework.rules == "megatron-lm":
+        chosen["delay_wgrad"] = True
     if recipe.accumulates_in_pipelines and row.degree("pp", 1) == 1:
         chosen["gradient_accumulation_fusion"] = False
     # Megatron-FSDP of recipes (Megatron-Bridge 067f987, perf_recipes/llama/gb200/llama3.py).

@@ -109,6 +109,7 @@ class ParallelPlan:
     router_fusion: bool = False
     rope_fusion: bool = False
     gradient_accumulation_fusion: bool = True
+    delay_wgrad: bool = False
     cross_entropy_fusion: CrossEntropyFusion = CrossEntropyFusion.UNFUSED
     chunked_loss: ChunkedLoss = ChunkedLoss.NONE
     main_weights: MainWeights = MainWeights.FP32
@@ -239,6 +240,7 @@ class PlanBatch(Rows):
     router_fusion: Bools
     rope_fusion: Bools
     gradient_accumulation_fusion: Bools
+    delay_wgrad: Bools
     cross_entropy_fusion: Ints
     chunked_loss: Ints
     main_weights: Ints

@@ -60,17 +60,25 @@ def one_forward_one_backward_s(
 
 
 def pipeline_s(
-    forward_s: Floats, backward_s: Floats, send_s: Floats, num_microbatches: Ints, chunks: Ints, *, overlaps: bool
+    forward_s: Floats,
+    backward_s: Floats,
+    send_s: Floats,
+    num_microbatches: Ints,
+    chunks: Ints,
+    *,
+    overlaps: bool,
+    beside_gradients_s: Floats | float = np.inf,
 ) -> Makespan:
     """Makespan of 1F1B and interleaved 1F1B with messages: `send_s` is one message from every stage to the next.
 
     With several chunks per stage the last stage sends to the first; then all messages count as the slowest, which
-    delays the others.
+    delays the others.  Messages of gradients hide behind at most `beside_gradients_s` of a chunk's passes.
     """
     interleaved, slowest_s = chunks > 1, send_s.max(axis=1, keepdims=True)
     sends_s = np.repeat(hop_sends_exposed_s(send_s[:, :-1], num_microbatches)[:, None], forward_s.shape[1], axis=1)
     if interleaved.any():
-        of_chunk = Pass(forward_s / chunks[:, None], backward_s / chunks[:, None])
+        hiding_s = np.minimum(backward_s / chunks[:, None], np.reshape(beside_gradients_s, (-1, 1)))
+        of_chunk = Pass(forward_s / chunks[:, None], hiding_s)
         sends_s = np.where(
             interleaved[:, None],
             send_exposed_s(

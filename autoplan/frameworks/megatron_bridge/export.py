@@ -246,6 +246,7 @@ def _body(plan_file: PlanFile, provider: str) -> list[str]:
         f"    overlap_grad_reduce={plan.grad_reduce_overlap},",
         f"    overlap_param_gather={plan.param_gather_overlap and plan.sharding != 'none'},",
         f"    overlap_moe_expert_parallel_comm={plan.ep_overlap},",
+        f"    delay_wgrad_compute={plan.delay_wgrad},",
         ")",
         *(
             ["", peft_lines(tuned)[1], f'cfg.checkpoint.pretrained_checkpoint = os.environ["{_PRETRAINED.name}"]']

@@ -317,6 +317,7 @@ PLAN: tuple[Line, ...] = (
                when=lambda file: file.best.plan.sharding != "none"),
         switch("tp_comm_overlap", "tp_overlap", names={BRIDGE: "comm_overlap."}),
         switch("overlap_moe_expert_parallel_comm", "ep_overlap"),
+        switch("delay_wgrad_compute", "delay_wgrad"),
         switch("moe_shared_expert_overlap", "shared_expert_overlap", when=_has_experts),
     ),
     (
@@ -370,9 +371,6 @@ UNWRITTEN: Line = (
     Assumed("dataloader_inter_document_masking", (False,), "priced as one document a sample: pass --document-len"),
     Assumed("rerun_mode", ("disabled", "validate_results"), "steps that run again are not priced",
             names={BRIDGE: "rerun_state_machine."}),
-    # Beside the overlap of experts Qwen3-30B-A3B took 31.20 instead of 31.31 s on 16 H100 (Megatron-Bridge pull request
-    # 3862, docs/training/communication-overlap.md); what it hides of messages in pipelines nobody published.
-    Assumed("delay_wgrad_compute", (False,), "the delay of weight gradients is not priced: .4 % where it was measured"),
     Constant("train_iters", names=TRAIN),
     Constant("norm_epsilon", names={BRIDGE: "model.layernorm_epsilon"}),
     Constant("use_mcore_models", is_switch=True),

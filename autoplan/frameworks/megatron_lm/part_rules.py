@@ -102,6 +102,13 @@ def _graphs_overlap(workload: Workload, batch: PlanBatch) -> Bools:
     return ~batch.ep_overlap | (batch.cuda_graphs != CudaGraphs.LAYER.code)
 
 
+def _delayed_gradients(workload: Workload, batch: PlanBatch) -> Bools:
+    """Return which plans can delay weight gradients: graphs that hold some must find them at one address."""
+    has_bias = workload.model.mlp_bias or workload.model.qkv_bias
+    in_graphs = batch.gradient_accumulation_fusion & (not has_bias)
+    return ~batch.delay_wgrad | (batch.ep_overlap & (~_is_graphed_in_part(batch) | in_graphs))
+
+
 RULES: tuple[Rule, ...] = (
     Rule(
         source="core/transformer/transformer_layer.py:473",
@@ -165,5 +172,13 @@ RULES: tuple[Rule, ...] = (
         source=f"{_CONFIG}:3065",
         holds=_graphs_overlap,
         text=lambda s, p: "cuda_graphs layer holds dense MLPs, which ep_overlap does not support: use attn",
+    ),
+    Rule(
+        source=f"{_CONFIG}:3074",
+        holds=_delayed_gradients,
+        text=lambda s, p: (
+            f"delay_wgrad needs ep_overlap, and with cuda_graphs {p.cuda_graphs} gradient_accumulation_fusion and "
+            "attention without a bias: leave delay_wgrad out"
+        ),
     ),
 )

@@ -51,7 +51,7 @@ _BEFORE: dict[str, tuple[Rule, ...]] = {
         SupportedWords(axis="fp8_scaling", words=("tensorwise", "delayed"), source="training/arguments.py:1068").rule(),
     ),
     "0.14": (
-        *options_lacked(("router_fusion", "ep_overlap")),
+        *options_lacked(("router_fusion", "ep_overlap", "delay_wgrad")),
         SupportedWords(axis="sharding", words=("none", "zero1"), source="training/arguments.py:2360").rule(),
         Rule(
             source="core/transformer/transformer_config.py:818",

@@ -59,6 +59,7 @@ SUPPORTED = (
 
 RULES: tuple[Rule, ...] = (
     *COMMON,
+    only("delay_wgrad", False, why="its experts do not split their backward pass, leave it out"),
     only("dynamic_cp", False, why="its own training loop is not known to spread samples over ranks, leave it out"),
     *(words.rule() for words in SUPPORTED),
     Rule(
