@@ -190,10 +190,11 @@ def shown_reduce_s(
     last_pass_s = np.where(in_one, hiding * backward_s, 0.0)
     slack = np.where(batch.splits_backward[:, None], last_pass_s, np.cumsum(backward, axis=1) - backward)
     slack[:, 0] = last_pass_s[:, 0]
-    # The last bucket is ready only when the backward pass is over.
-    exposed = np.maximum((late_s - slack).max(axis=1), reduce_s[:, 0] / first.num_blocks)
+    # The last bucket is ready only when the backward pass is over: it always shows, and is beside no other work.
+    last_s = reduce_s[:, 0] / first.num_blocks
+    exposed = np.maximum((late_s - slack).max(axis=1), last_s)
     contention = contention_share(problem.timings, *_REDUCTIONS)
-    return exposed + contention * np.minimum(reduce_s[:, 0], slack[:, 0] + hidden_s[:, 0])
+    return exposed + contention * np.minimum(reduce_s[:, 0] - last_s, slack[:, 0] + hidden_s[:, 0])
 
 
 def shown_gather_s(
