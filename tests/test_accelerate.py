@@ -377,7 +377,7 @@ def test_accelerate_accepts_the_plan_and_sets_the_same_environment(name: str, an
         sizes = {"dp_replicate": plan.dp_replicate, "dp_shard": plan.dp_shard, "tp": plan.tp, "cp": plan.cp, "sp": 1}
         assert answer["sizes"] == sizes
         assert (answer["reshards"], answer["checkpoints"]) == (plan.sharding == "zero3", plan.recompute == "full")
-    ours = {one.name: one.value for one in job_of(PLANS[name], "accelerate").environment}
+    ours = {variable.name: variable.value for variable in job_of(PLANS[name], "accelerate").environment}
     assert ours.pop("ACCELERATE_GRADIENT_ACCUMULATION_STEPS") == str(plan.num_microbatches)
     assert {key: answer["environment"].get(key) for key in ours} == ours
 

@@ -161,5 +161,5 @@ def test_the_installed_wheel_holds_plausible_h100_timings() -> None:
     gemms = list(islice(read_measurements(devices=["h100-sxm"], operations=["gemm"]), 200_000))
     large = [gemm for gemm in gemms if gemm.dtype == "bf16" and gemm.shape == (8192, 8192, 8192)]
     assert large
-    for one in large:
-        assert 0.5 < 2 * 8192**3 / one.seconds / 989.4e12 < 1
+    for timing in large:
+        assert 0.5 < 2 * 8192**3 / timing.seconds / 989.4e12 < 1

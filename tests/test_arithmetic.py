@@ -73,7 +73,7 @@ LLAMA3_8B = llama(32, 4096, 14336, 128256, 32, 8)
 
 
 @functools.cache
-def held(model: ModelSpec, **plan: Any) -> tuple[float, ...]:
+def stage_parameters(model: ModelSpec, **plan: Any) -> tuple[float, ...]:
     """Parameters that one rank of every stage holds under `plan`, nothing sharded over data parallelism."""
     problem = problem_for(model, "h100-sxm:64x8", BARE, seq_len=512)
     stages = stage_costs(problem, ParallelPlan(global_batch=64, sharding="none", **plan))
@@ -181,44 +181,44 @@ def test_a_mamba_block_counts_projections_convolution_and_per_head_vectors() -> 
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("model", [TINY, dataclasses.replace(TINY, norm="layernorm")], ids=["rmsnorm", "layernorm"])
 def test_parameters_of_the_stages_add_up_to_the_model(model: ModelSpec, pp: int) -> None:
-    assert sum(held(model, pp=pp)) == count_parameters(model)
+    assert sum(stage_parameters(model, pp=pp)) == count_parameters(model)
 
 
 @pytest.mark.parametrize("layout", [(4, 0), (1, 3), (0, 4)])
 def test_parameters_of_uneven_stages_add_up_to_the_model(layout: tuple[int, int]) -> None:
-    assert sum(held(TINY, pp=2, layers_per_chunk=layout)) == count_parameters(TINY)
+    assert sum(stage_parameters(TINY, pp=2, layers_per_chunk=layout)) == count_parameters(TINY)
 
 
 def test_a_stage_holds_the_layers_of_all_its_chunks() -> None:
     layer = sum(block_shapes(TINY)[block].num_parameters for block in TINY.layers[0])
-    first, last = held(TINY, pp=2, vp=2, schedule="interleaved", layers_per_chunk=(2, 1, 1, 0))
+    first, last = stage_parameters(TINY, pp=2, vp=2, schedule="interleaved", layers_per_chunk=(2, 1, 1, 0))
     assert first == 3 * layer + 1024 * 256
     assert last == layer + 1024 * 256 + 256
 
 
 def test_a_tied_embedding_is_held_twice_where_first_and_last_stage_differ() -> None:
     tied = dataclasses.replace(TINY, tied_embeddings=True)
-    assert sum(held(tied, pp=1)) == count_parameters(tied)
-    assert sum(held(tied, pp=2)) == count_parameters(tied) + 1024 * 256
+    assert sum(stage_parameters(tied, pp=1)) == count_parameters(tied)
+    assert sum(stage_parameters(tied, pp=2)) == count_parameters(tied) + 1024 * 256
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("pp", [1, 2])
 def test_tensor_parallel_shards_add_up_to_the_model_and_copies_of_its_norms(tp: int, pp: int) -> None:
     norms = (2 * 4 + 1) * 256
-    assert tp * sum(held(TINY, tp=tp, pp=pp)) == count_parameters(TINY) + (tp - 1) * norms
+    assert tp * sum(stage_parameters(TINY, tp=tp, pp=pp)) == count_parameters(TINY) + (tp - 1) * norms
 
 
 def test_beyond_the_key_value_heads_tensor_parallelism_copies_them() -> None:
     norms, kv = (2 * 4 + 1) * 256, 4 * 2 * 4 * 32 * 256
-    assert 8 * sum(held(TINY, tp=8)) == count_parameters(TINY) + 7 * norms + kv
-    assert 16 * sum(held(TINY, tp=16)) == count_parameters(TINY) + 15 * norms + 3 * kv
+    assert 8 * sum(stage_parameters(TINY, tp=8)) == count_parameters(TINY) + 7 * norms + kv
+    assert 16 * sum(stage_parameters(TINY, tp=16)) == count_parameters(TINY) + 15 * norms + 3 * kv
 
 
 def test_biases_of_row_parallel_matrices_are_held_by_every_rank() -> None:
     model = dataclasses.replace(TINY, mlp_bias=True, qkv_bias=True, attention_output_bias=True, num_kv_heads=None)
     copied = (2 * 4 + 1) * 256 + 4 * 2 * 256
-    assert 4 * sum(held(model, tp=4)) == count_parameters(model) + 3 * copied
+    assert 4 * sum(stage_parameters(model, tp=4)) == count_parameters(model) + 3 * copied
 
 
 EXPERTS = dataclasses.replace(
@@ -230,12 +230,12 @@ EXPERTS = dataclasses.replace(
 def test_expert_shards_add_up_to_the_model(ep: int, etp: int) -> None:
     experts = 4 * 8 * 3 * 256 * 128
     dense = count_parameters(EXPERTS) - experts
-    assert sum(held(EXPERTS, dp_shard=8, ep=ep, etp=etp)) == dense + experts / (ep * etp)
+    assert sum(stage_parameters(EXPERTS, dp_shard=8, ep=ep, etp=etp)) == dense + experts / (ep * etp)
 
 
 def test_the_prediction_layers_sit_on_the_last_stage() -> None:
     model = dataclasses.replace(TINY, num_mtp_layers=1)
-    with_mtp, without = held(model, pp=2), held(TINY, pp=2)
+    with_mtp, without = stage_parameters(model, pp=2), stage_parameters(TINY, pp=2)
     assert with_mtp[0] == without[0]
     extra = count_parameters(model, with_mtp=True) - count_parameters(model)
     table = model.vocab_size * model.hidden_size  # predictions embed their tokens again, beside the head
@@ -250,8 +250,8 @@ def test_the_prediction_layer_of_a_hybrid_has_attention_and_experts() -> None:
         mamba=Mamba(num_heads=8, head_dim=16, state_size=32, num_groups=2),
     )
     extra = count_parameters(model, with_mtp=True) - count_parameters(model)
-    without = held(dataclasses.replace(model, num_mtp_layers=0), pp=2)
-    assert held(model, pp=2)[1] - without[1] == pytest.approx(extra + model.vocab_size * model.hidden_size)
+    without = stage_parameters(dataclasses.replace(model, num_mtp_layers=0), pp=2)
+    assert stage_parameters(model, pp=2)[1] - without[1] == pytest.approx(extra + model.vocab_size * model.hidden_size)
 
 
 # -- operations -------------------------------------------------------------------------------------------------------

@@ -72,8 +72,8 @@ def test_an_axis_is_a_field_of_a_plan_with_its_default_and_a_column_of_a_batch(a
 
 def test_every_field_of_a_plan_is_an_axis() -> None:
     assert {field.name for field in dataclasses.fields(ParallelPlan)} == {axis.name for axis in FIELDS}
-    held = {"recompute_modules", "recompute_num_layers", "layout", "layouts", "placement"}
-    assert {field.name for field in dataclasses.fields(PlanBatch)} == {axis.name for axis in COLUMNS} | held
+    compound_fields = {"recompute_modules", "recompute_num_layers", "layout", "layouts", "placement"}
+    assert {field.name for field in dataclasses.fields(PlanBatch)} == {axis.name for axis in COLUMNS} | compound_fields
     assert len(AXIS) == len(AXES)
 
 

@@ -36,14 +36,14 @@ def test_random_plans_do_not_beat_what_is_proven() -> None:
     problem, space = make(LARGE, "h100-sxm:32x8", batches=(512,), forbid=forbid)
     space_flags: dict[str, list[str]] = {"fix": [], "at_most": [], "forbid": []}
     asked = Case(command="large", batch="512", space_flags=space_flags, problem=problem, space=space)
-    one = beside_plans(asked, np.random.default_rng(3), 1000)
-    assert one is not None
-    assert one.wrong == ()
-    assert one.result.certificate.proven
-    assert one.result.certificate.plans > 30_000
-    assert one.drawn > 500
-    assert one.fitting > 20
-    assert one.nearest >= 1
+    checked = beside_plans(asked, np.random.default_rng(3), 1000)
+    assert checked is not None
+    assert checked.wrong == ()
+    assert checked.result.certificate.proven
+    assert checked.result.certificate.plans > 30_000
+    assert checked.drawn > 500
+    assert checked.fitting > 20
+    assert checked.nearest >= 1
 
 
 def test_what_is_wrong_with_a_certificate_is_noticed(case: Case) -> None:

@@ -109,7 +109,7 @@ def test_a_schedule_that_takes_the_backward_pass_apart_runs_its_measured_halves(
     plan = single(pp=2, global_batch=8, schedule="zb-h1")
     halves: Times = LAYER | {("layer_input_gradient", *ONE): 2.0, ("layer_weight_gradient", *ONE): 1.0}
     dearer: Times = LAYER | {("layer_input_gradient", *ONE): 3.0, ("layer_weight_gradient", *ONE): 1.0}
-    alike, longer = (price(eager(problem_of(), one), plan).step_s[0] for one in (halves, dearer))
+    alike, longer = (price(eager(problem_of(), table), plan).step_s[0] for table in (halves, dearer))
     # Four layers of each stage and eight micro-batches: each takes a second longer, the pipeline hides none of it.
     assert longer - alike >= 4 * 8 * 1.0
     whole = PLAIN.changed(torch_pipelines=True)
@@ -148,9 +148,9 @@ def test_one_replica_casts_and_sums_as_measured_and_a_pipeline_reduces_once() ->
         8 * 0.5 * (1 + parameters_of_the_ends() / (8 * parameters_of_a_layer()))
     )
     piped = {sharding: single(pp=2, dp_shard=2, sharding=sharding, global_batch=8) for sharding in ("zero1", "zero3")}
-    one, three = (terms_of(known, plan) for plan in piped.values())
-    assert one["data_parallel_reduce"] == three["data_parallel_reduce"] > 0
-    assert one["fsdp_communication"] == three["fsdp_communication"] == 0.0
+    unpiped, three = (terms_of(known, plan) for plan in piped.values())
+    assert unpiped["data_parallel_reduce"] == three["data_parallel_reduce"] > 0
+    assert unpiped["fsdp_communication"] == three["fsdp_communication"] == 0.0
 
 
 def test_shares_of_states_that_were_not_measured_keep_their_formulas() -> None:

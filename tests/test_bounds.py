@@ -146,8 +146,8 @@ def some_kinds(space: Space, count: int, seed: int) -> tuple[PlanBatch, PlanBatc
     cells = space.cells()
     groups, owner = space.groups(cells)
     kinds, of_group = space.kinds(cells, groups, owner)
-    some = np.random.default_rng(seed).permutation(len(kinds))[:count]
-    return groups, kinds.take(some), of_group[some]
+    chosen = np.random.default_rng(seed).permutation(len(kinds))[:count]
+    return groups, kinds.take(chosen), of_group[chosen]
 
 
 def some_plans(problem: Problem, space: Space, count: int, seed: int) -> tuple[PlanBatch, Floats, Floats]:
@@ -251,15 +251,15 @@ def test_bounds_of_kinds_and_groups_lie_below_those_of_their_plans(made: tuple[P
     plain_s = plain_bounds(problem, space, groups)
     assert (plain_s <= group_s * (1 + 1e-9)).all()
     of_group = of_group[of_kind]
-    for one in found:
-        some = one.kinds
-        assert (plain_s[of_group[some]] <= one.step_s.min(axis=1) * (1 + 1e-9)).all()
-        least = one.memory_bytes.min(axis=1) * (1 + 1e-9)
-        first = np.where(one.memory_bytes <= most_bytes, one.step_s, np.inf).min(axis=1) * (1 + 1e-9)
-        assert (kind_s[some] <= first).all()
-        assert (group_s[of_group[some]] <= first).all()
-        assert (kind_bytes[some] <= least).all()
-        assert (least_bytes[of_group[some]] <= least).all()
+    for bounds in found:
+        members = bounds.kinds
+        assert (plain_s[of_group[members]] <= bounds.step_s.min(axis=1) * (1 + 1e-9)).all()
+        least = bounds.memory_bytes.min(axis=1) * (1 + 1e-9)
+        first = np.where(bounds.memory_bytes <= most_bytes, bounds.step_s, np.inf).min(axis=1) * (1 + 1e-9)
+        assert (kind_s[members] <= first).all()
+        assert (group_s[of_group[members]] <= first).all()
+        assert (kind_bytes[members] <= least).all()
+        assert (least_bytes[of_group[members]] <= least).all()
 
 
 def test_a_group_with_fixed_replicas_may_hold_whole_states_with_fewer_communicators() -> None:

@@ -96,8 +96,8 @@ def test_three_runs_are_enough_and_make_the_others_of_the_cluster_no_worse(count
     runs = measured_under(truth, noise=0.03)
     few = calibrated(runs[::13][:count], name="mine")
     before, after = (
-        np.abs(np.log(Pricer(runs).calibrated_s(one) / [run.step_s for run in runs]))
-        for one in (Calibration(), few.calibration)
+        np.abs(np.log(Pricer(runs).calibrated_s(calibration) / [run.step_s for run in runs]))
+        for calibration in (Calibration(), few.calibration)
     )
     assert np.median(after) < np.median(before) / 3
     assert after.max() <= before.max()

@@ -88,8 +88,8 @@ def test_less_spread_of_the_calibration_means_fewer_contenders(found: SearchResu
     def sharper(spread: float) -> SearchResult:
         width = math.exp(NORMAL_90 * spread)
         plans = [
-            tuple(replace(one, low_s=one.step_s / width, high_s=one.step_s * width) for one in some)
-            for some in (found.ranked, found.rivals)
+            tuple(replace(plan, low_s=plan.step_s / width, high_s=plan.step_s * width) for plan in ranking)
+            for ranking in (found.ranked, found.rivals)
         ]
         return replace(found, ranked=plans[0], rivals=plans[1])
 
@@ -156,5 +156,5 @@ def test_what_a_full_ranking_may_have_dropped_is_not_proven() -> None:
 def test_figures_of_a_plan_are_those_that_the_spread_was_made_of() -> None:
     problem, space = make(calibration=Calibration(time_spread=0.07))
     batch, _ = space.plans(space.cells()[:1])
-    one = ranked(problem, estimate(problem, batch), [0])[0]
-    assert at_quantile(one, 1.0) == pytest.approx(one.s_per_sequence * math.exp(0.07))
+    ranked_plan = ranked(problem, estimate(problem, batch), [0])[0]
+    assert at_quantile(ranked_plan, 1.0) == pytest.approx(ranked_plan.s_per_sequence * math.exp(0.07))

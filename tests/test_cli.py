@@ -429,9 +429,9 @@ def test_limits_reach_the_search(folder: Path) -> None:
     done = run(folder, "search", "llama.json", *PLACE, *wishes, "--framework", "nemo", "--json")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
-    for one in (plan["best"], *plan["alternatives"]):
-        assert one["plan"]["tp"] == 2
-        assert one["plan"]["pp"] <= 2
+    for entry in (plan["best"], *plan["alternatives"]):
+        assert entry["plan"]["tp"] == 2
+        assert entry["plan"]["pp"] <= 2
     assert "tp = 2" in plan["certificate"]["limits"]
 
 

@@ -75,9 +75,9 @@ def test_info_tells_where_and_what(folder: Path) -> None:
     shown = good(folder, "info", "--db", "a.db")
     assert shown.startswith(f"a.db, schema {SCHEMA}, 0 training runs\n")
     assert re.search(r"h100-sxm\s+2.13.0\s+nccl 2.28.3\s+cuda 13.0\s+1\s+4\s+0\s+2026-11-21", shown)
-    told = json.loads(good(folder, "info", "--db", "a.db", "--json"))
-    assert told["database"] == "a.db"
-    assert told["holdings"][0]["num_records"] == 4
+    info = json.loads(good(folder, "info", "--db", "a.db", "--json"))
+    assert info["database"] == "a.db"
+    assert info["holdings"][0]["num_records"] == 4
 
 
 def test_the_variable_and_the_data_folder_are_defaults(folder: Path) -> None:
@@ -93,9 +93,9 @@ def test_list_and_show(folder: Path) -> None:
     assert len(shown.splitlines()) == 2
     assert re.search(rf"{GEMM.key[:12]}\s+gemm\s+4096x4096x4096\s+bf16\s+210.0 us\s+ok\s+h100-sxm", shown)
     assert len(json.loads(good(folder, "list", "--db", "a.db", "--limit", "2", "--json"))) == 2
-    told = json.loads(good(folder, "show", GEMM.key[:10].upper(), "--db", "a.db", "--json"))
-    assert told["record"]["samples_s"] == list(GEMM.samples_s)
-    assert told["hidden"] is None
+    printed = json.loads(good(folder, "show", GEMM.key[:10].upper(), "--db", "a.db", "--json"))
+    assert printed["record"]["samples_s"] == list(GEMM.samples_s)
+    assert printed["hidden"] is None
     assert "known are gemm" in bad(folder, "list", "--db", "a.db", "--operation", "sort")
 
 

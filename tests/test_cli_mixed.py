@@ -168,8 +168,8 @@ def test_estimate_writes_the_trace_and_the_memory_of_a_mixed_plan(searched: Path
     assert done.returncode == 0, done.stderr
     assert "wrote step.json: open it in ui.perfetto.dev" in done.stderr
     assert "optimizer states" in done.stdout
-    told = json.loads((searched / "step.json").read_text())
-    assert told["otherData"]["plan"].startswith(tuple("123456789"))
+    trace = json.loads((searched / "step.json").read_text())
+    assert trace["otherData"]["plan"].startswith(tuple("123456789"))
     first, again = (json.loads((searched / name).read_text())["best"] for name in ("plan.json", "again.json"))
     assert first == again
 

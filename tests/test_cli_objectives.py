@@ -75,7 +75,7 @@ def test_a_front_is_shown_and_kept(folder: Path, capsys: pytest.CaptureFixture[s
     assert "Pareto front of step-time, memory-headroom" in shown
     front = plan_file().run.front  # type: ignore[union-attr]
     assert len(front) > 3
-    times, memory = [one.plan.step_s for one in front], [one.plan.memory_bytes for one in front]
+    times, memory = [point.plan.step_s for point in front], [point.plan.memory_bytes for point in front]
     assert times == sorted(times)
     assert memory == sorted(memory, reverse=True)
 
@@ -137,7 +137,7 @@ def test_clusters_side_by_side(folder: Path, capsys: pytest.CaptureFixture[str])
     for words in ("cluster", "cost/M tokens", "fastest", "cheapest", "least energy", "done first"):
         assert words in shown
     root = ElementTree.fromstring(Path("rates.svg").read_text())
-    assert len([one for one in root.iter() if one.tag.endswith("circle")]) == 4
+    assert len([element for element in root.iter() if element.tag.endswith("circle")]) == 4
     run("compare", *flags, *prices, "--json")
     rows = json.loads(capsys.readouterr().out)
     assert [row["cluster"] for row in rows] == ["h100-sxm:1x4", "a100-sxm:1x4"]

@@ -21,7 +21,7 @@ from autoplan.profiler.crew import Crew  # noqa: E402
 from autoplan.profiler.machine.environment import fingerprint  # noqa: E402
 from autoplan.profiler.store import open_store  # noqa: E402
 from model_specs import SMALL_TOML  # noqa: E402
-from stores import held  # noqa: E402
+from stores import stored_records  # noqa: E402
 
 AUTOPLAN = [sys.executable, "-c", "from autoplan.cli import main; main()"]
 QUICK = ("--seq-len", "32", "--tp", "1", "--micro-batches", "1", "--ranks", "2", "--allowance", "0.05s")
@@ -122,7 +122,7 @@ def test_an_interrupt_says_what_is_stored(folder: Path, number: signal.Signals, 
     process = subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     assert "2 ranks on 1 node\n" in process.stderr.readline()
-    while not held(db):
+    while not stored_records(db):
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(number)

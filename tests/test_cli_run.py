@@ -77,8 +77,8 @@ def test_a_plan_of_another_framework_is_priced_by_what_was_measured_of_the_train
     wanted = with_timings(replace(plain, framework=load_framework("torch")), "db", path)
     batch = PlanBatch.of([ParallelPlan(global_batch=2, sharding="none")], plain.model.num_layers)
     steps_s = [
-        float(estimate(one, batch).step_s[0])
-        for one in (wanted, of_trainer(with_timings(plain, "db", path), "db", path), of_trainer(plain, "", path))
+        float(estimate(variant, batch).step_s[0])
+        for variant in (wanted, of_trainer(with_timings(plain, "db", path), "db", path), of_trainer(plain, "", path))
     ]
     assert steps_s[0] == steps_s[1] > 2 * 32 * 0.2 > steps_s[2]
 

@@ -43,9 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def validate(folder: Path, kind: str, text: str) -> Any:
     value = json.loads(text)
-    told = run(folder, "schema", kind)
-    assert told.returncode == 0
-    schema = json.loads(told.stdout)
+    printed = run(folder, "schema", kind)
+    assert printed.returncode == 0
+    schema = json.loads(printed.stdout)
     jsonschema.Draft202012Validator.check_schema(schema)
     jsonschema.validate(value, schema)
     return value
@@ -115,8 +115,8 @@ def test_a_run_and_a_profile_obey_theirs(folder: Path) -> None:
     command = Command(
         model=DENSE, plan=plan, seq_len=128, arguments=("a",), log_of="nemo", times_from="step", num_steps=3
     )
-    for one in (task, command):
-        validate(folder, "run", encode(RunFile(task=one, predicted=predicted, measured=measured)))
+    for kind in (task, command):
+        validate(folder, "run", encode(RunFile(task=kind, predicted=predicted, measured=measured)))
     profiled = Profiled(planned=3, outcomes={"gemm": {"ok": 2}}, elapsed_s=1.0, left=1)
     validate(folder, "profile", encode(profiled))
 
@@ -133,8 +133,8 @@ def commands(app: typer.Typer, above: str = "") -> Iterator[tuple[str, set[str]]
     click = typer.main.get_command(app)
     for name, command in sorted(getattr(click, "commands", {}).items()):
         if inner := getattr(command, "commands", None):
-            for below, one in sorted(inner.items()):
-                yield f"{above}{name} {below}", {option for param in one.params for option in param.opts}
+            for below, subcommand in sorted(inner.items()):
+                yield f"{above}{name} {below}", {option for param in subcommand.params for option in param.opts}
         else:
             yield f"{above}{name}", {option for param in command.params for option in param.opts}
 

@@ -30,7 +30,7 @@ def shown(cluster: ClusterSpec) -> list[str]:
 
 
 def texts(svg: str) -> list[str]:
-    return [one.text or "" for one in ET.fromstring(svg).iter(f"{SVG}text")]
+    return [element.text or "" for element in ET.fromstring(svg).iter(f"{SVG}text")]
 
 
 def two_sites() -> ClusterSpec:
@@ -127,7 +127,7 @@ def test_labels_of_links_keep_apart() -> None:
     for name in ("frontier", "h100-sxm", "gb200-nvl72"):
         cluster = load_cluster(f"{name}:40x8" if name != "gb200-nvl72" else f"{name}:40x4")
         svg = ET.fromstring(draw(cluster, quotient(cluster)))
-        places = sorted(float(one.get("y", 0)) for one in svg.iter(f"{SVG}text") if one.get("x") == "24.0")
+        places = sorted(float(element.get("y", 0)) for element in svg.iter(f"{SVG}text") if element.get("x") == "24.0")
         assert all(b - a >= 15 for a, b in pairwise(places))
 
 

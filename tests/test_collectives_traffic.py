@@ -50,12 +50,16 @@ def test_volumes_of_a_small_model_are_those_computed_by_hand() -> None:
     assert rows["tp all_reduce"].level_bytes == (12 * 4 * 2048, 0)
     # Of 8 replicas 4 sit in a node.
     layer = (1024 * 2048 + 1024 * 1024 + 3 * 1024 * 4096) / 2 + 2 * 1024
-    held = 4 * layer + 32000 * 1024 / 2 + 1024
-    assert rows["shard reduce_scatter"].level_bytes == pytest.approx((4 * held * 3 / 4, 4 * held / 4 / 2))
-    assert rows["shard all_gather"].level_bytes == pytest.approx((2 * held * 3 / 4, 2 * held / 4 / 2))
+    state_elements = 4 * layer + 32000 * 1024 / 2 + 1024
+    assert rows["shard reduce_scatter"].level_bytes == pytest.approx(
+        (4 * state_elements * 3 / 4, 4 * state_elements / 4 / 2)
+    )
+    assert rows["shard all_gather"].level_bytes == pytest.approx(
+        (2 * state_elements * 3 / 4, 2 * state_elements / 4 / 2)
+    )
     assert rows["pp send_recv"].level_bytes == (0, 4 * hidden / 2)
     assert len(rows) == 6
-    assert step.level_bytes[1] == pytest.approx(6 * held / 8 + 2 * hidden)
+    assert step.level_bytes[1] == pytest.approx(6 * state_elements / 8 + 2 * hidden)
     assert sum(step.share(row) for row in step.rows) == pytest.approx(1)
 
 
@@ -83,7 +87,7 @@ def test_messages_leave_a_stage_as_often_as_its_chunks_have_neighbours(
 ) -> None:
     plan = ParallelPlan(global_batch=8, pp=4, vp=vp, schedule=schedule)  # type: ignore[arg-type]
     every = transfers(problem_of(cluster="h100-sxm:1x4"), plan)
-    found = next(one for one in every if one.collective.operation == "send_recv")
+    found = next(row for row in every if row.collective.operation == "send_recv")
     assert found.times.tolist() == [8 * count for count in sends]
 
 
@@ -118,12 +122,14 @@ def test_recomputed_blocks_send_again() -> None:
     plan = ParallelPlan(global_batch=8, tp=2, sp=True, ep=2, etp=2, dp_shard=4)
     problem = problem_of("moe", framework=OPEN, cluster="h100-sxm:1x8")
     full = rows_of(step_traffic(problem, dataclasses.replace(plan, recompute="full")))
-    some = rows_of(step_traffic(problem, dataclasses.replace(plan, recompute="selective", recompute_modules=("moe",))))
+    selective = rows_of(
+        step_traffic(problem, dataclasses.replace(plan, recompute="selective", recompute_modules=("moe",)))
+    )
     none = rows_of(step_traffic(problem, plan))
-    assert full["ep all_to_all"].times == some["ep all_to_all"].times == 1.5 * none["ep all_to_all"].times
+    assert full["ep all_to_all"].times == selective["ep all_to_all"].times == 1.5 * none["ep all_to_all"].times
     ends = 2 * 2  # of each micro-batch the lookup and the gradient of the head's input, which are not repeated
     assert full["tp reduce_scatter"].times - ends == 1.5 * (none["tp reduce_scatter"].times - ends)
-    assert some["tp reduce_scatter"].times == none["tp reduce_scatter"].times + 7 * 2  # shared experts of 7 blocks
+    assert selective["tp reduce_scatter"].times == none["tp reduce_scatter"].times + 7 * 2  # shared experts of 7 blocks
 
 
 def test_a_message_and_the_gather_behind_it_take_as_long_as_the_estimate_says() -> None:
@@ -159,9 +165,9 @@ def flows_of(problem: Problem, plan: ParallelPlan) -> Expanded:
                 hierarchical(expanded, row.tolist(), micro * (3 * state + 3 * 2 * 4.0 * tokens), 1.0)
         for row in np.moveaxis(ranks[stage], 1, -1).reshape(-1, plan.cp):
             hierarchical(expanded, row.tolist(), layers * micro * 3 * keys_and_values * plan.cp, 1.0)
-        held = layers * layer + (2 if plan.pp == 1 else 1) * table + 1024 * (stage == plan.pp - 1)
+        state_elements = layers * layer + (2 if plan.pp == 1 else 1) * table + 1024 * (stage == plan.pp - 1)
         for column in range(plan.tp):
-            hierarchical(expanded, ranks[stage, :, :, column].ravel().tolist(), (4 + 2) * held, 1.0)
+            hierarchical(expanded, ranks[stage, :, :, column].ravel().tolist(), (4 + 2) * state_elements, 1.0)
     for row in ranks.reshape(plan.pp, -1).T:
         for members in (row.tolist(), row[::-1].tolist()):
             chain(expanded, members, micro * state / plan.tp, 1.0)

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 import faulty_ranks
-from stores import held
+from stores import stored_records
 
 pytest.importorskip("torch")
 
@@ -244,10 +244,10 @@ def test_the_first_answer_may_take_as_long_as_the_caller_allows(monkeypatch: pyt
     monkeypatch.setattr("autoplan.base.processes.START_S", 0.0)
     monkeypatch.setattr("autoplan.base.processes.GRACE_S", 0.0)
     work = functools.partial(faulty_ranks.answer_late, after_s=1.0)
-    with Children(work, None, 1, limit_s=60.0) as one:
-        assert one.start() == "late"
-    with Children(work, None, 1, limit_s=0.1) as one, pytest.raises(CrewError, match="no answer within"):
-        one.start()
+    with Children(work, None, 1, limit_s=60.0) as children:
+        assert children.start() == "late"
+    with Children(work, None, 1, limit_s=0.1) as children, pytest.raises(CrewError, match="no answer within"):
+        children.start()
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
@@ -276,9 +276,9 @@ def test_a_signal_while_ranks_are_started_or_ended_leaves_none_behind(
     finally:
         signal.signal(signal.SIGTERM, before)
         over.set()
-    (one,) = started  # the second was not begun any more
+    (rank,) = started  # the second was not begun any more
     with pytest.raises(ValueError, match="closed"):  # ended, and waited for
-        one.is_alive()
+        rank.is_alive()
 
 
 def test_ctrl_c_does_not_reach_what_ranks_are_forked_from(tmp_path: Path) -> None:
@@ -313,9 +313,9 @@ def test_a_leading_rank_may_end_in_its_own_time_unless_something_is_wrong(tmp_pa
 
     def end(name: str, error: type[BaseException] | None) -> bool:
         work = functools.partial(faulty_ranks.end_late, after_s=1.0, mark=str(tmp_path / name))
-        one = Children(work, place, 2, limit_s=60.0)
-        assert one.start() == "here"
-        one.__exit__(error)
+        children = Children(work, place, 2, limit_s=60.0)
+        assert children.start() == "here"
+        children.__exit__(error)
         return (tmp_path / name).exists()
 
     assert end("well", None)
@@ -441,13 +441,13 @@ def test_torchrun_starts_the_program_of_each_rank(program: Path, tmp_path: Path)
     store = tmp_path / "times.db"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     subprocess.run([*torchrun, str(program), str(store)], env=environment(), check=True, timeout=300)
-    assert [one.operation for one in held(store)] == ["gemm", "all_reduce"]
+    assert [record.operation for record in stored_records(store)] == ["gemm", "all_reduce"]
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
         return port
 
 
@@ -467,7 +467,7 @@ def test_srun_starts_the_program_of_each_rank(program: Path, tmp_path: Path) -> 
     command = [sys.executable, str(program), str(store)]
     ranks = [subprocess.Popen(command, env=slurm(rank, port)) for rank in range(2)]
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
-    assert len(held(store)) == 2
+    assert len(stored_records(store)) == 2
 
 
 def children(pid: int) -> list[int]:
@@ -481,7 +481,7 @@ def test_under_a_launcher_a_killed_rank_ends_all_and_is_stored(program: Path, tm
     command = [sys.executable, str(program), str(store)]
     ranks = [subprocess.Popen(command, env=slurm(rank, port), stderr=subprocess.PIPE, text=True) for rank in range(2)]
     end = time.monotonic() + 240
-    while not held(store):
+    while not stored_records(store):
         assert time.monotonic() < end
         time.sleep(0.1)
     server = children(ranks[1].pid)[-1]
@@ -491,6 +491,6 @@ def test_under_a_launcher_a_killed_rank_ends_all_and_is_stored(program: Path, tm
     assert [rank.returncode for rank in ranks] == [1, 1]
     assert "stored as failed; run the same command again for the rest" in errors[0]
     assert "rank 1 was ended by SIGKILL" in errors[1]
-    records = held(store)
+    records = stored_records(store)
     assert records[-1].status == "failed"
     assert all(record.status != "failed" for record in records[:-1])

@@ -486,13 +486,13 @@ def test_an_example_is_read_as_a_person_reads_it(name: str) -> None:
     path = Path(os.environ.get(variable, "")) / inside
     if not os.environ.get(variable) or not path.is_file():
         pytest.skip(f"{variable} does not name a checkout of {repository}")
-    num_devices, plan, told = EXAMPLES[name]
+    num_devices, plan, expected_unread = EXAMPLES[name]
     text = path.read_text()
     assert recognises(path.name, text)
     launch = read(text, LaunchContext(model=LLAMA_8B, num_devices=num_devices, seq_len=2048))
     assert {key: getattr(launch.plan, key) for key in plan} == plan
     assert launch.plan.num_devices == num_devices
-    assert told <= {option.option for option in launch.unread}
+    assert expected_unread <= {option.option for option in launch.unread}
 
 
 def test_all_that_is_auto_is_asked_for_at_once() -> None:

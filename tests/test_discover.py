@@ -478,7 +478,7 @@ def test_nodes_unlike_the_others_are_named(tmp_path: Path) -> None:
     short = hgx("n2", size=7, nics=8)
     slow = replace(hgx("n3"), nics=(replace(whole.nics[0], bytes_per_s=25e9), *whole.nics[1:]))
     dead = replace(hgx("n4"), nics=(replace(whole.nics[0], bytes_per_s=0.0), *whole.nics[2:]))
-    reports = [Report(host=one.host, seen=(one,)) for one in (short, slow, dead, whole, hgx("n5"))]
+    reports = [Report(host=node.host, seen=(node,)) for node in (short, slow, dead, whole, hgx("n5"))]
     found = describe_all(merge_all(reports))
     assert found.cluster.devices_per_node == 8
     assert found.warnings == (
@@ -621,10 +621,10 @@ def test_nodes_without_a_name_are_all_those_of_the_switches_or_fill_them_in_orde
     every = describe_all(seen, tree=tree).cluster
     assert every.num_nodes == 8
     assert [(len(group.names), group.switches) for group in every.nodes] == [(4, ("a",)), (4, ("b",))]
-    some = describe_all(seen, tree=tree, num_nodes=6)
-    assert (some.cluster.num_nodes, some.cluster.nodes) == (6, ())
-    assert [tier.num_nodes for tier in some.cluster.network.tiers] == [4]
-    assert "it is unknown which of the 8 nodes in Slurm's topology are meant" in some.warnings[0]
+    partial = describe_all(seen, tree=tree, num_nodes=6)
+    assert (partial.cluster.num_nodes, partial.cluster.nodes) == (6, ())
+    assert [tier.num_nodes for tier in partial.cluster.network.tiers] == [4]
+    assert "it is unknown which of the 8 nodes in Slurm's topology are meant" in partial.warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -711,7 +711,7 @@ def test_the_database_is_asked_for_the_machine_of_the_file(
     tmp_path: Path, typed: Callable[..., tuple[int, str, str]]
 ) -> None:
     (tmp_path / "topo.txt").write_text(matrix(8, "NV18"))
-    machines = [Fingerprint(device="h100-sxm", torch="2.13.0", topology=one) for one in ("mine", "another")]
+    machines = [Fingerprint(device="h100-sxm", torch="2.13.0", topology=topology) for topology in ("mine", "another")]
     with open_store(str(tmp_path / "lab.db")) as store:
         for machine, gb_per_s in zip(machines, (360, 300), strict=True):  # the other one is measured last
             shapes = (((8, 8, 1, GIB), 1.75 * GIB / gb_per_s / 1e9), ((8, 8, 1, 1024), 28e-6))

@@ -181,4 +181,4 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path: Path) -> N
     for page in pages:
         loaded = re.findall(r'<(?:script|img|iframe|source)[^>]* src="?([^" >]+)', page.read_text())
         loaded += re.findall(r"<link [^>]*>", page.read_text())
-        assert [one for one in loaded if "//" in one] == [], page
+        assert [address for address in loaded if "//" in address] == [], page

@@ -22,7 +22,7 @@ def part(name: str, **arguments: object) -> Check:
     return next(check for check in check_up(**arguments).checks if check.part == name)  # type: ignore[arg-type]
 
 
-def told(**answer: object) -> mock._patch[mock.MagicMock]:
+def machine(**answer: object) -> mock._patch[mock.MagicMock]:
     """Torch, as it would answer on another machine."""
     usual = {"version": "2.9.0", "cuda": "12.8", "hip": None, "devices": [], "nccl": [2, 28, 3]}
     done = subprocess.CompletedProcess([], 0, json.dumps(usual | answer).encode(), b"")
@@ -36,7 +36,7 @@ def _own_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_says_what_runs_and_exits_well(tmp_path: Path) -> None:
-    with told():
+    with machine():
         answer = run(tmp_path, "doctor")
     assert answer.returncode == 0
     words = " ".join(answer.stdout.split())  # a long path of Python's breaks the line
@@ -47,20 +47,20 @@ def test_it_says_what_runs_and_exits_well(tmp_path: Path) -> None:
 
 
 def test_every_part_that_is_not_well_has_a_remedy(tmp_path: Path) -> None:
-    with told(), mock.patch.object(doctor, "_version", return_value=""):
+    with machine(), mock.patch.object(doctor, "_version", return_value=""):
         found = json.loads(run(tmp_path, "doctor", "--json", "--db", "nothing.db").stdout)["checks"]
     problems = {finding["part"] for finding in found if finding["state"] == "problem"}
     assert problems == {"libraries", "database"}
-    for one in found:
+    for answer in found:
         assert (
-            one["remedy"]
-            or one["state"] == "ok"
-            or one["part"] in ("devices", "network", "slurm", "frameworks", "kernels")
+            answer["remedy"]
+            or answer["state"] == "ok"
+            or answer["part"] in ("devices", "network", "slurm", "frameworks", "kernels")
         )
 
 
 def test_a_password_is_never_told(tmp_path: Path) -> None:
-    with told():
+    with machine():
         answer = run(tmp_path, "doctor", "--json", AUTOPLAN_DB="postgresql://me:hush@127.0.0.1:1/none")
     assert answer.returncode == 0
     assert "postgresql://me@127.0.0.1:1/none" in answer.stdout
@@ -71,33 +71,33 @@ def test_a_database_is_told_with_its_devices_and_a_stale_one_with_its_remedy(tmp
     path = tmp_path / "timings.db"
     with open_store(str(path)) as store:
         store.add([GEMM, *some_records(1, 2)])
-    with told():
-        one = part("database", url=str(path))
-    assert one.state == "ok"
-    assert "records of h100-sxm: 3, newest 2026-11-21" in one.says
-    assert "schema" in one.says
-    with told(), mock.patch.object(doctor, "STALE_DAYS", -1):
+    with machine():
+        finding = part("database", url=str(path))
+    assert finding.state == "ok"
+    assert "records of h100-sxm: 3, newest 2026-11-21" in finding.says
+    assert "schema" in finding.says
+    with machine(), mock.patch.object(doctor, "STALE_DAYS", -1):
         assert "measure again with autoplan profile" in part("database", url=str(path)).remedy
 
 
 def test_torch_that_sees_fewer_devices_than_the_driver_is_a_problem() -> None:
     gpu = mock.Mock()
     gpu.name = "NVIDIA H200"
-    with told(devices=["NVIDIA H200"]), mock.patch.object(doctor, "nvidia_gpus", return_value=([gpu, gpu], {})):
+    with machine(devices=["NVIDIA H200"]), mock.patch.object(doctor, "nvidia_gpus", return_value=([gpu, gpu], {})):
         assert part("devices").says == "2 x NVIDIA H200 by NVML"
-        one = part("torch")
-    assert one.state == "problem"
-    assert "NCCL 2.28.3, sees 1 x NVIDIA H200 of 2" in one.says
-    assert "CUDA_VISIBLE_DEVICES" in one.remedy
+        finding = part("torch")
+    assert finding.state == "problem"
+    assert "NCCL 2.28.3, sees 1 x NVIDIA H200 of 2" in finding.says
+    assert "CUDA_VISIBLE_DEVICES" in finding.remedy
 
 
 def test_cores_that_are_slow_in_bf16_are_told_by_how_much() -> None:
-    with told(bf16_over_fp32=45.6):
-        one = part("torch")
-    assert one.state == "ok"
-    assert "fp32 is 46 times as fast as bf16" in one.remedy
-    assert "--precision fp32" in one.remedy
-    with told(bf16_over_fp32=1.1):
+    with machine(bf16_over_fp32=45.6):
+        finding = part("torch")
+    assert finding.state == "ok"
+    assert "fp32 is 46 times as fast as bf16" in finding.remedy
+    assert "--precision fp32" in finding.remedy
+    with machine(bf16_over_fp32=1.1):
         assert part("torch").remedy == ""
 
 
@@ -110,14 +110,14 @@ def test_torch_that_hangs_or_breaks_is_told_and_waited_for_no_longer() -> None:
 
 
 def test_a_job_of_slurm_is_told_with_its_nodes() -> None:
-    with told():
-        one = part("slurm", variables={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-03,07]"})
-    assert one.says == "job 7 on 4 nodes"
+    with machine():
+        finding = part("slurm", variables={"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[01-03,07]"})
+    assert finding.says == "job 7 on 4 nodes"
 
 
 def test_files_that_are_not_installed_are_told_and_hide_nothing() -> None:
     missing = importlib.metadata.PackageNotFoundError("autoplan")
-    with told(), mock.patch.object(importlib.metadata, "requires", side_effect=missing):
+    with machine(), mock.patch.object(importlib.metadata, "requires", side_effect=missing):
         found = check_up().checks
     assert next(finding for finding in found if finding.part == "libraries").state == "problem"
     assert {"python", "devices", "torch", "database"} <= {finding.part for finding in found}
@@ -127,11 +127,11 @@ def test_a_device_that_fell_off_the_bus_is_a_problem() -> None:
     gpu = mock.Mock()
     gpu.name = "NVIDIA H200"
     with (
-        told(devices=["NVIDIA H200"]),
+        machine(devices=["NVIDIA H200"]),
         mock.patch.object(doctor, "nvidia_gpus", return_value=([gpu], {})),
         mock.patch.object(doctor, "num_lost_gpus", return_value=1),
     ):
-        one = part("devices")
-    assert one.state == "problem"
-    assert one.says == "1 x NVIDIA H200 by NVML; 1 more does not answer"
-    assert "nvidia-smi" in one.remedy
+        finding = part("devices")
+    assert finding.state == "problem"
+    assert finding.says == "1 x NVIDIA H200 by NVML; 1 more does not answer"
+    assert "nvidia-smi" in finding.remedy

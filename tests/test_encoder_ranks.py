@@ -141,9 +141,9 @@ def test_memory_of_a_search_is_that_of_an_estimate() -> None:
 
 
 def test_the_model_is_the_same_on_other_ranks() -> None:
-    one, other = _problem(4, None).model, _problem(4).model
-    assert count_parameters(one) == count_parameters(other)
-    assert model_flops_per_token(one, 4096) == model_flops_per_token(other, 4096)
+    fewer_ranks, other = _problem(4, None).model, _problem(4).model
+    assert count_parameters(fewer_ranks) == count_parameters(other)
+    assert model_flops_per_token(fewer_ranks, 4096) == model_flops_per_token(other, 4096)
 
 
 def test_a_search_proves_its_answer_and_tries_ranks() -> None:

@@ -110,10 +110,10 @@ def test_every_rule_leads_to_a_shipped_device() -> None:
 def test_a_topology_is_the_same_in_whatever_order_devices_are_counted(data: st.DataObject, labels: list[str]) -> None:
     size = range(len(labels))
     kinds = st.sampled_from(["nvlink x4", "pcie"])
-    links = {(one, other): data.draw(kinds) for one in size for other in size if one <= other}
+    links = {(device, other): data.draw(kinds) for device in size for other in size if device <= other}
     order = data.draw(st.permutations(list(size)))
     place = {old: new for new, old in enumerate(order)}
-    moved = {tuple(sorted((place[one], place[other]))): link for (one, other), link in links.items()}
+    moved = {tuple(sorted((place[device], place[other]))): link for (device, other), link in links.items()}
     assert canonical_hash([labels[old] for old in order], moved) == canonical_hash(labels, links)
 
 

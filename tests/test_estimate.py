@@ -305,7 +305,8 @@ def test_products_of_their_own_add_up_the_gradients_of_their_input() -> None:
     assert after["memory_bound"] - before["memory_bound"] == pytest.approx(moved_s(added))
     assert after["gemm"] > before["gemm"]
     latent = [
-        price(dataclasses.replace(one, model=MODELS["mla"]), plan).terms_s["gemm"][0] for one in (joined, separate)
+        price(dataclasses.replace(framework, model=MODELS["mla"]), plan).terms_s["gemm"][0]
+        for framework in (joined, separate)
     ]
     assert latent[0] < latent[1]  # the MLP's alone
 
@@ -313,10 +314,10 @@ def test_products_of_their_own_add_up_the_gradients_of_their_input() -> None:
 def test_layers_repeated_by_a_share_spare_their_last_matrix_where_recomputation_stops_early() -> None:
     share = PLAIN.changed(selective_recompute_share=0.5)
     early = share.changed(recompute_stops_early=True)
-    some, whole = single(recompute="selective"), single(recompute="full")
+    partial, whole = single(recompute="selective"), single(recompute="full")
     for framework in (share, early):
         problem = problem_of(framework=framework)
-        assert terms_of(problem, some)["recompute"] == pytest.approx(0.5 * terms_of(problem, whole)["recompute"])
+        assert terms_of(problem, partial)["recompute"] == pytest.approx(0.5 * terms_of(problem, whole)["recompute"])
 
 
 def test_heads_whose_rows_are_no_multiples_of_16_bytes_take_longer() -> None:
@@ -450,7 +451,7 @@ def test_attention_piece_by_piece_takes_longer_for_the_keys_of_other_ranks() -> 
     framework = PLAIN.changed(ring_attention_factor=1.5)
     for kind, factor in (("ring", 1 + 0.5 * 3 / 4), ("all_to_all", 1.0)):
         plan = single(cp=4, sharding="zero1", cp_kind=kind)
-        plain, longer = (terms_of(problem_of(framework=one), plan)["attention"] for one in (PLAIN, framework))
+        plain, longer = (terms_of(problem_of(framework=variant), plan)["attention"] for variant in (PLAIN, framework))
         assert longer == pytest.approx(factor * plain)
 
 
@@ -482,10 +483,10 @@ def test_kernels_of_attention_have_rates_of_their_own(cluster: str, kernel: Any,
     # Without what a kernel takes to start: a long sequence of few heads.
     times = [
         terms_of(
-            problem_of(framework=PLAIN.changed(flash_kernel=one), cluster=cluster, seq_len=65536),
+            problem_of(framework=PLAIN.changed(flash_kernel=kernel_name), cluster=cluster, seq_len=65536),
             single(),
         )["attention"]
-        for one in (kernel, "flash")
+        for kernel_name in (kernel, "flash")
     ]
     assert times[1] / times[0] == pytest.approx(rate, rel=0.01)
 
@@ -682,10 +683,10 @@ def faster(cluster: ClusterSpec, part: str, factor: float) -> ClusterSpec:
 def test_the_launches_of_the_first_forward_pass_hide_under_no_head() -> None:
     """So that faster products shorten a step of one micro-batch, and do not only take time away to hide under."""
     problem = problem_of("dense", framework=load_framework("aa-scaling"), cluster="aws-p4d:64x8")
-    one, many = (ParallelPlan(global_batch=3 * m, cp=2, dp_shard=3, sharding="none") for m in (1, 100))
+    few, many = (ParallelPlan(global_batch=3 * m, cp=2, dp_shard=3, sharding="none") for m in (1, 100))
     better = dataclasses.replace(problem, cluster=faster(problem.cluster, "efficiency", 1.1))
-    assert price(better, one).step_s[0] < price(problem, one).step_s[0]
-    shown = [terms_of(problem, plan)["launch"] / plan.num_microbatches for plan in (one, many)]
+    assert price(better, few).step_s[0] < price(problem, few).step_s[0]
+    shown = [terms_of(problem, plan)["launch"] / plan.num_microbatches for plan in (few, many)]
     assert shown[0] > shown[1]
 
 
@@ -736,11 +737,13 @@ def test_lower_efficiency_of_every_component_never_speeds_a_step_up(
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from(Sharding), st.integers(1, 6))
 def test_doubling_the_global_batch_doubles_the_work_of_one_stage(tp: int, dp: int, sharding: Any, m: int) -> None:
     once = ParallelPlan(global_batch=m * dp, tp=tp, sp=tp > 1, dp_shard=dp, sharding=sharding)
-    one, two = (terms_of(problem_of(), plan) for plan in (once, dataclasses.replace(once, global_batch=2 * m * dp)))
+    once_terms, two = (
+        terms_of(problem_of(), plan) for plan in (once, dataclasses.replace(once, global_batch=2 * m * dp))
+    )
     for name in (*BLOCK_TERMS, "head"):
-        assert two[name] == pytest.approx(2 * one[name])
+        assert two[name] == pytest.approx(2 * once_terms[name])
     for name in ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead"):
-        assert two[name] == one[name]
+        assert two[name] == once_terms[name]
 
 
 @given(cases())
@@ -755,8 +758,8 @@ def test_every_further_microbatch_of_a_pipeline_costs_the_slowest_stage_at_most(
     sequences = plan.micro_batch * plan.dp
     many = dataclasses.replace(plan, global_batch=sequences * 8 * plan.pp)
     more = dataclasses.replace(plan, global_batch=sequences * 9 * plan.pp)
-    one, two = (terms_of(problem, each) for each in (many, more))
-    changes = {name: two[name] - one[name] for name in two if name not in ("pipeline_send", "stragglers")}
+    terms, two = (terms_of(problem, each) for each in (many, more))
+    changes = {name: two[name] - terms[name] for name in two if name not in ("pipeline_send", "stragglers")}
     growth = sum(changes.values())
     gpipe_most = max(s.forward_s for s in stages) + max(s.backward_s for s in stages)
     assert growth <= plan.pp * (gpipe_most if plan.schedule == "gpipe" else slowest) * (1 + 1e-9)
@@ -1062,7 +1065,9 @@ def test_dropout_draws_numbers_in_attention_and_moves_masks() -> None:
 def test_a_squared_relu_without_a_kernel_of_its_own_moves_more() -> None:
     model = dataclasses.replace(DENSE, gated_mlp=False, squared_relu=True)
     eager = PLAIN.changed(fused_squared_relu=False)
-    fused_s, eager_s = (terms_of(problem_of(model, framework=one), single())["memory_bound"] for one in (PLAIN, eager))
+    fused_s, eager_s = (
+        terms_of(problem_of(model, framework=variant), single())["memory_bound"] for variant in (PLAIN, eager)
+    )
     assert eager_s - fused_s == pytest.approx(moved_s(18.0 * 8 * 2048 * 4096))
 
 
@@ -1194,9 +1199,9 @@ def test_members_of_a_data_parallel_group_delay_its_collectives_in_a_pipeline_ac
     # Eight members, one bucket; the slower stage decides, and nothing overlaps on the first.  Or one reduction and one
     # gather.
     sharded = dataclasses.replace(plan, sharding="zero1")
-    for one, terms in ((plan, ["data_parallel_reduce"]), (sharded, ["data_parallel_reduce", "parameter_gather"])):
-        before = priced(one, reduce_bucket_bytes=1e12)
-        after = priced(one, reduce_bucket_bytes=1e12, **late)
+    for base_plan, terms in ((plan, ["data_parallel_reduce"]), (sharded, ["data_parallel_reduce", "parameter_gather"])):
+        before = priced(base_plan, reduce_bucket_bytes=1e12)
+        after = priced(base_plan, reduce_bucket_bytes=1e12, **late)
         for term in terms:
             assert after[term] - before[term] == pytest.approx(8e-3)
     assert priced(TWO_NODES, **late) == priced(TWO_NODES)

@@ -106,8 +106,8 @@ def test_no_flipped_byte_gets_in_unnoticed(tmp_path: Path) -> None:
 
 
 def test_a_hash_in_the_file_is_not_believed(tmp_path: Path) -> None:
-    told = {**msgspec.json.decode(msgspec.json.encode(GEMM)), "key": "0" * 64}
-    path = packed(tmp_path / "timings.jsonl.gz", HEADER, told)
+    altered = {**msgspec.json.decode(msgspec.json.encode(GEMM)), "key": "0" * 64}
+    path = packed(tmp_path / "timings.jsonl.gz", HEADER, altered)
     with open_store(str(tmp_path / "timings.db")) as store:
         store.add(read_source(str(path)))
         assert store.find(GEMM.key)[0] == GEMM

@@ -180,11 +180,11 @@ def test_changes_that_make_no_other_plan_are_refused(wishes: str, says: str) -> 
 )
 def test_the_changes_that_are_told_can_be_typed(model: ModelSpec, plan: ParallelPlan) -> None:
     problem, _ = make(model)
-    told = {near.changes[0][0]: near for near in explained(problem, plan).changes}
-    typed = {axis: wish for axis, near in told.items() if (wish := _versus_flag(near))}
-    assert set(told) - set(typed) <= {"layers", "rank_order"}
+    changes = {near.changes[0][0]: near for near in explained(problem, plan).changes}
+    typed = {axis: wish for axis, near in changes.items() if (wish := _versus_flag(near))}
+    assert set(changes) - set(typed) <= {"layers", "rank_order"}
     for axis, wish in typed.items():
-        wanted = told[axis].plan.plan
+        wanted = changes[axis].plan.plan
         made = replace(changed(problem, plan, wish), global_batch=wanted.global_batch)
         assert not differing(axes_of(model, made), axes_of(model, wanted)), wish
 
@@ -229,8 +229,8 @@ def test_an_explanation_fits_the_width(folder: Path, columns: int, versus: tuple
 def test_the_next_command_names_the_file_as_a_shell_reads_it(folder: Path) -> None:
     (folder / "my plan.json").write_bytes((folder / "plan.json").read_bytes())
     shown = run(folder, "explain", "my plan.json").stdout.splitlines()
-    (told,) = [line.removeprefix("next:  autoplan ") for line in shown if line.startswith("next:")]
-    assert run(folder, *shlex.split(told)).returncode == 0
+    (command,) = [line.removeprefix("next:  autoplan ") for line in shown if line.startswith("next:")]
+    assert run(folder, *shlex.split(command)).returncode == 0
 
 
 def test_json_has_what_the_tables_show(folder: Path) -> None:

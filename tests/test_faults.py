@@ -62,7 +62,7 @@ def test_an_uplink_that_lost_links_makes_a_full_tier_an_oversubscribed_one() -> 
     tiers = (SwitchTier(num_nodes=2),)
     network = dataclasses.replace(base.network, tiers=tiers)
     faults = (Fault(part="uplink", switch="leaf 0", rate_share=0.25),)
-    sound, faulty = (dataclasses.replace(base, network=network, faults=some) for some in ((), faults))
+    sound, faulty = (dataclasses.replace(base, network=network, faults=broken) for broken in ((), faults))
     assert len(compile_topology(sound).levels) == 2
     nic, uplink = compile_topology(faulty).levels[1:]
     assert uplink.bytes_per_s == pytest.approx(nic.bytes_per_s / 4)
@@ -86,7 +86,7 @@ def test_it_does_not_matter_which_of_equal_parts_is_slow(node: int, index: int, 
         lab(Fault(part=part, node=at, index=device, rate_share=share))  # type: ignore[arg-type]
         for at, device in ((node, index), (0, 0))
     )
-    sound, slow, other = (price(problem_of(cluster=one), PLAN).step_s[0] for one in (lab(), here, first))
+    sound, slow, other = (price(problem_of(cluster=cluster), PLAN).step_s[0] for cluster in (lab(), here, first))
     assert slow == other
     assert slow >= sound
     assert slow > sound or share > 0.99 or part != "device"
@@ -98,7 +98,7 @@ def test_a_slow_device_slows_the_kernels_of_all_measured_or_not() -> None:
     slow = lab(Fault(part="device", node=0, rate_share=0.5))
     plan = ParallelPlan(global_batch=4)
     for changes in ({}, {"timings": known}):
-        before, after = (terms_of(problem_of(cluster=one, **changes), plan) for one in (lab(), slow))
+        before, after = (terms_of(problem_of(cluster=cluster, **changes), plan) for cluster in (lab(), slow))
         assert after["gemm"] == pytest.approx(2 * before["gemm"], rel=0.1)  # kernels start as fast
         assert after["memory_bound"] > 1.2 * before["memory_bound"]
 

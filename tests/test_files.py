@@ -410,7 +410,7 @@ def test_the_schema_of_a_cluster_uses_human_keys() -> None:
 
 def test_the_schema_asks_for_one_key_of_every_required_quantity() -> None:
     link = definitions(ClusterSpec)["LinkLevel"]
-    asked = [[one["required"] for one in each["oneOf"]] for each in link["allOf"]]
+    asked = [[alternative["required"] for alternative in each["oneOf"]] for each in link["allOf"]]
     assert [["bandwidth_gb_per_s"], ["bandwidth"], ["bandwidth_bytes_per_s"]] in asked
     assert [["latency_us"], ["latency_ms"], ["latency"], ["latency_s"]] in asked
     assert link["required"] == ["name", "kind", "num_devices"]

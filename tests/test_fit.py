@@ -119,8 +119,8 @@ def test_too_few_shapes_are_refused() -> None:
 
 
 def test_repeats_of_a_shape_are_one_point() -> None:
-    one = Measurement(operation="gemm", shape=(1, 2, 3), dtype="bf16", device="lab", seconds=1.0)
-    points = fit.points_of([one, replace(one, seconds=3.0), replace(one, seconds=9.0)])
+    measurement = Measurement(operation="gemm", shape=(1, 2, 3), dtype="bf16", device="lab", seconds=1.0)
+    points = fit.points_of([measurement, replace(measurement, seconds=3.0), replace(measurement, seconds=9.0)])
     assert points.shapes.tolist() == [[1, 2, 3]]
     assert points.seconds.tolist() == [3.0]
 

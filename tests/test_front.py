@@ -47,12 +47,12 @@ def best_of(values: Floats) -> set[tuple[int, ...]]:
 
 def keys_of(problem: Problem, plans: tuple[RankedPlan, ...], columns: list[int]) -> list[tuple[int, ...]]:
     batch = PlanBatch.of([plan.plan for plan in plans], problem.model.num_layers)
-    return [tuple(one) for one in keys(measures_of(problem, batch)[0][:, columns]).tolist()]
+    return [tuple(row) for row in keys(measures_of(problem, batch)[0][:, columns]).tolist()]
 
 
-def close(one: set[tuple[int, ...]], others: set[tuple[int, ...]]) -> bool:
+def close(chosen: set[tuple[int, ...]], others: set[tuple[int, ...]]) -> bool:
     """Return whether fronts are the same, except for rounding of batches of other sizes."""
-    a, b = np.array(sorted(one)), np.array(sorted(others))
+    a, b = np.array(sorted(chosen)), np.array(sorted(others))
     return a.shape == b.shape and bool((abs(a - b) <= 1).all())
 
 
@@ -112,14 +112,14 @@ points = st.lists(st.tuples(*[st.integers(1, 6)] * 3), min_size=1, max_size=40)
 @settings(max_examples=60, deadline=None)
 @given(points, points)
 def test_a_front_keeps_what_no_other_beats_however_they_come(
-    some: list[tuple[int, ...]], more: list[tuple[int, ...]]
+    first: list[tuple[int, ...]], more: list[tuple[int, ...]]
 ) -> None:
     _, space = make(DENSE, batches=(16,))
     batch, _ = space.plans(space.cells()[:4])
     front = Front(3)
-    for part in (some, more):
+    for part in (first, more):
         front.offer(np.array(part, dtype=float), batch.take(np.arange(len(part)) % len(batch)))
-    everything = np.array(some + more, dtype=float)
+    everything = np.array(first + more, dtype=float)
     assert len(front) == len(best_of(everything))
     # What the front holds, or what it beats, is not looked at again once it is clearly worse.
     assert front.rules_out(everything * (1 + 10 * TIE)).all()

@@ -190,7 +190,7 @@ def answer_to(question: Any) -> Any:
 
 
 def test_a_model_is_sharded_as_planned() -> None:
-    asked = [{"files": files_of(one), "layers": MODEL.num_layers, "rank": rank} for one, rank, _ in CASES.values()]
+    asked = [{"files": files_of(case), "layers": MODEL.num_layers, "rank": rank} for case, rank, _ in CASES.values()]
     for name, answer in zip(CASES, answer_to(asked), strict=True):
         expected = CASES[name][2]
         assert "error" not in answer, (name, answer["error"])

@@ -35,7 +35,7 @@ def test_nine_of_ten_runs_on_unmeasured_cores_are_inside_the_interval() -> None:
     for precision, model, step_s in measured():
         problem = problem_of(model)
         problem = replace(problem, training=replace(problem.training, precision=precision))  # type: ignore[arg-type]
-        plans = [replace(one, precision=precision) for one in plans_of(model) if label(one) in step_s]  # type: ignore[arg-type]
+        plans = [replace(core_plan, precision=precision) for core_plan in plans_of(model) if label(core_plan) in step_s]  # type: ignore[arg-type]
         cost = estimate(problem, PlanBatch.of(plans, problem.model.num_layers))
         took_s = np.array([step_s[label(plan)] for plan in plans])
         inside += ((cost.low_s < took_s) & (took_s < cost.high_s)).tolist()
@@ -48,7 +48,7 @@ def test_what_was_measured_on_the_cores_takes_that_width_away(tmp_path: Path) ->
     assert problem.machine_spread > 0.5
     layer = Measurement(operation="gemm", shape=(64, 64, 64), dtype="bf16", device="cpu", seconds=1e-5)
     message = Measurement(operation="send_recv", shape=(2, 2, 1, 64), dtype="bf16", device="cpu", seconds=1e-5)
-    kernels, links = (replace(problem, timings=TimingTable.of([one])) for one in (layer, message))
+    kernels, links = (replace(problem, timings=TimingTable.of([record])) for record in (layer, message))
     assert kernels.machine_spread == 0.0
     assert links.machine_spread == problem.machine_spread
     own = tmp_path / "own.toml"

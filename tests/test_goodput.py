@@ -67,7 +67,7 @@ def test_no_interval_is_much_better_than_dalys(mtbf_s: float, checkpoint_s: floa
     rest = {"mtbf_s": mtbf_s, "checkpoint_s": checkpoint_s, "restart_s": restart_s}
     own = expected_wall_s(1.0, daly_interval_s(mtbf_s, checkpoint_s), **rest)
     tried = np.geomspace(checkpoint_s / 10, 10 * mtbf_s, 400)
-    assert own <= min(expected_wall_s(1.0, float(one), **rest) for one in tried) * 1.01
+    assert own <= min(expected_wall_s(1.0, float(interval), **rest) for interval in tried) * 1.01
 
 
 @settings(max_examples=50, deadline=None)
@@ -75,10 +75,10 @@ def test_no_interval_is_much_better_than_dalys(mtbf_s: float, checkpoint_s: floa
 def test_goodput_falls_with_devices_checkpoints_and_restarts(
     devices: int, times: int, checkpoint_s: float, restart_s: float
 ) -> None:
-    one = Reliability(checkpoint_s=checkpoint_s, restart_s=restart_s)
-    assert 0 < one.goodput(devices * times) < one.goodput(devices) < 1
-    assert one.goodput(devices) > Reliability(checkpoint_s=checkpoint_s, restart_s=2 * restart_s).goodput(devices)
-    assert one.goodput(devices) > Reliability(checkpoint_s=2 * checkpoint_s, restart_s=restart_s).goodput(devices)
+    policy = Reliability(checkpoint_s=checkpoint_s, restart_s=restart_s)
+    assert 0 < policy.goodput(devices * times) < policy.goodput(devices) < 1
+    assert policy.goodput(devices) > Reliability(checkpoint_s=checkpoint_s, restart_s=2 * restart_s).goodput(devices)
+    assert policy.goodput(devices) > Reliability(checkpoint_s=2 * checkpoint_s, restart_s=restart_s).goodput(devices)
 
 
 @pytest.mark.parametrize(("tensor", "share"), [(8, 99.2), (16, 98.4), (32, 96.8), (64, 93.6)])

@@ -174,7 +174,7 @@ def test_a_cut_of_the_classes_is_that_of_all_parts(name: str, num_nodes: int) ->
         st.tuples(st.integers(1, 4), st.sampled_from("abc"), st.sampled_from("pq")),
         min_size=2,
         max_size=5,
-        unique_by=lambda one: one[1:],
+        unique_by=lambda edge: edge[1:],
     ),
     devices=st.sampled_from([1, 2, 4]),
     leaf=st.sampled_from([1.0, 3.0]),
@@ -326,7 +326,7 @@ def test_colours_are_refined_until_equal_vertices_see_equal_ones() -> None:
 
 
 def shape(group: PlaceGroup) -> Any:
-    return (group.name, group.count, group.num_nodes, tuple(shape(one) for one in group.inside))
+    return (group.name, group.count, group.num_nodes, tuple(shape(inner) for inner in group.inside))
 
 
 def test_places_lie_in_each_other() -> None:
@@ -369,7 +369,7 @@ def test_the_names_and_the_order_of_nodes_change_nothing(rng: random.Random) -> 
     def moved(vertex: tuple[Any, ...]) -> tuple[Any, ...]:
         if isinstance(vertex[0], int):
             return (place[vertex[0]], *vertex[1:])
-        return (vertex[0], tuple(renamed[one] for one in vertex[1]), vertex[2])
+        return (vertex[0], tuple(renamed[node] for node in vertex[1]), vertex[2])
 
     assert nx.utils.graphs_equal(nx.relabel_nodes(expand(cluster), moved), expand(shuffled))
     assert nx.utils.graphs_equal(quotient(cluster).graph, quotient(shuffled).graph)

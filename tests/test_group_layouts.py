@@ -36,17 +36,17 @@ def test_groups_hold_neighbours_of_a_node_and_the_same_places_of_others() -> Non
 
 @given(st.integers(1, 6), st.integers(1, 16))
 def test_siblings_share_out_the_devices(num_nodes: int, devices_per_node: int) -> None:
-    for one in layouts(num_nodes, devices_per_node):
-        groups = groups_of(one, num_nodes, devices_per_node)
-        num_places = num_nodes * one.devices_per_node // one.num_devices  # sets of nodes that a group touches
-        assert len(groups) == one.num_groups * num_places
-        assert all(len(group) == one.num_devices for group in groups)
+    for layout in layouts(num_nodes, devices_per_node):
+        groups = groups_of(layout, num_nodes, devices_per_node)
+        num_places = num_nodes * layout.devices_per_node // layout.num_devices  # sets of nodes that a group touches
+        assert len(groups) == layout.num_groups * num_places
+        assert all(len(group) == layout.num_devices for group in groups)
         ranks = [rank for group in groups for rank in group]
         assert len(set(ranks)) == len(ranks)
         assert 0 in ranks  # which decides and reports
         for group in groups:
             here = [rank for rank in group if rank // devices_per_node == group[0] // devices_per_node]
-            assert len(here) == one.devices_per_node
+            assert len(here) == layout.devices_per_node
 
 
 @pytest.mark.parametrize("wrong", [layout(4, 3, 1), layout(3, 3, 1), layout(8, 2, 1), layout(2, 2, 9)])

@@ -27,7 +27,7 @@ from autoplan.profiler.store import open_store
 from autoplan.readers.cluster import load_cluster
 from autoplan.topology.cluster import ClusterSpec, NodeGroup
 from commands import run
-from stores import held
+from stores import stored_records
 
 PRODUCT = Task(operation="gemm", shape=(8192, 8192, 8192), dtype="bf16", kernel="mm")
 MESSAGE = Task(operation="send_recv", shape=(2, 2, 1, 2**28), dtype="bf16", kernel="nccl", mode="burst")
@@ -216,7 +216,7 @@ def test_the_slow_device_of_four_real_ranks_is_found_and_kept(tmp_path: Path, mo
     checked = checked_ranks(monkeypatch, faulty_ranks.slow_device, db)
     assert [(slow.part, slow.devices) for slow in checked.slow if slow.part == "device"] == [("device", (1,))]
     assert 0.3 < checked.slow[0].rate_share < 0.75
-    kept = [record for record in held(db) if record.conditions.get("checked") == "device"]
+    kept = [record for record in stored_records(db) if record.conditions.get("checked") == "device"]
     statuses = {record.conditions["device"]: record.status for record in kept}
     assert statuses == {"0": "ok", "1": "contaminated", "2": "ok", "3": "ok"}
     slow = next(record for record in kept if record.status != "ok")
@@ -246,7 +246,7 @@ def test_an_interrupted_check_keeps_what_it_measured(tmp_path: Path) -> None:
     options = HealthOptions(db=str(tmp_path / "timings.db"), ranks=2, allowance="0.1s")
     with pytest.raises(KeyboardInterrupt):
         check_health(options, interrupt)
-    operations = [record.operation for record in held(tmp_path / "timings.db")]
+    operations = [record.operation for record in stored_records(tmp_path / "timings.db")]
     assert sorted(operations) == ["all_reduce", "gemm", "gemm", "send_recv", "send_recv"]
 
 

@@ -56,7 +56,7 @@ def is_running(pid: int) -> bool:
 
 
 def assert_gone(pids: Path) -> None:
-    numbers = [int(one) for one in pids.read_text().split()]
+    numbers = [int(pid) for pid in pids.read_text().split()]
     assert len(numbers) == 3
     assert not [number for number in numbers if is_running(number)]
 
@@ -102,11 +102,11 @@ def test_a_programs_steps_are_compared_with_the_plan_and_it_is_ended(folder: Pat
     assert "2.15 GB" in done.stdout
     assert "in the log of Megatron-LM" in " ".join(done.stdout.split())
     assert_gone(pids)
-    held = json.loads(out.read_text())
-    assert held["task"]["arguments"][2:4] == ["endless", "5"]
-    assert held["measured"]["step_s"][:3] == pytest.approx([2.03, 2.04, 2.05])
-    assert held["measured"]["peak_bytes"] == [2 * 2**30]
-    assert held["predicted"]["step_s"] > 0
+    run_file = json.loads(out.read_text())
+    assert run_file["task"]["arguments"][2:4] == ["endless", "5"]
+    assert run_file["measured"]["step_s"][:3] == pytest.approx([2.03, 2.04, 2.05])
+    assert run_file["measured"]["peak_bytes"] == [2 * 2**30]
+    assert run_file["predicted"]["step_s"] > 0
     assert log.read_bytes().startswith(b"[Rank 0] (after 2")
     assert log.read_bytes().count(b"elapsed time per iteration") >= 5
     again = command(folder, "endless", "5", flags=flags)

@@ -126,7 +126,7 @@ def test_trials_run_side_by_side_and_every_end_has_its_reason(
     job = scheduler_jobs._read(Path(other))
     subprocess.run(["scancel", f"--user={getpass.getuser()}", f"--name={job.job}"], check=True)
     assert until(jobs, [other], are("ended"))[0].reason == "cancelled (Slurm: CANCELLED)"
-    assert [num_runs(one) for one in (good, other, crash, corrupt)] == [1, 1, 1, 1]
+    assert [num_runs(name) for name in (good, other, crash, corrupt)] == [1, 1, 1, 1]
 
 
 def test_the_controller_is_killed_in_the_middle_and_nothing_runs_twice(
@@ -173,9 +173,9 @@ def test_cancelled_jobs_end_for_this_program_and_the_next(
     names = [jobs.start(trial(tmp_path, str(number), "sleep 600")) for number in range(3)]
     until(jobs, names[:2], are("running"))
     jobs.cancel(names)
-    reasons = [one.reason for one in until(jobs, names, are("ended"))]
+    reasons = [job.reason for job in until(jobs, names, are("ended"))]
     assert all(reason.startswith("cancelled (Slurm: CANCELLED") for reason in reasons), reasons
-    assert {one.state for one in until(jobs_of(template), names, are("ended"))} == {"ended"}
+    assert {job.state for job in until(jobs_of(template), names, are("ended"))} == {"ended"}
     assert not (Path(names[2]) / "ran").exists()
 
 
@@ -349,7 +349,7 @@ def test_a_study_goes_on_while_the_controller_is_killed(
         failing.result()
     assert done.returncode == 0, done.stderr
     tried = json.loads(done.stdout)["trials"]
-    assert [(one["end"], one["measured_s"]) for one in tried] == [("measured", 2.0)] * 3
+    assert [(trial["end"], trial["measured_s"]) for trial in tried] == [("measured", 2.0)] * 3
     assert [num_runs(str(folder)) for folder in sorted((tmp_path / "tune").glob("0*"))] == [1, 1, 1]
 
 

@@ -164,9 +164,9 @@ def test_a_template_of_ones_own_extends_a_shipped_one_and_is_checked(
 def test_states_of_ones_own_are_added(tmp_path: Path) -> None:
     path = tmp_path / "own.toml"
     path.write_text('extends = "slurm"\n[states]\nDREAMING = "running"\n')
-    held = load_job_template(str(path)).states
-    assert held == {**SLURM.states, "DREAMING": "running"}
-    assert set(held.values()) <= set(MEANINGS)
+    states = load_job_template(str(path)).states
+    assert states == {**SLURM.states, "DREAMING": "running"}
+    assert set(states.values()) <= set(MEANINGS)
 
 
 def test_an_unknown_template_is_refused() -> None:

@@ -63,7 +63,7 @@ def test_products_compute_what_their_shape_says() -> None:
     assert flops("wgrad") == 2 * m * n * k
     assert flops("wgrad", "bf16") == 2 * m * n * k
     factory = InputFactory(device=CPU, dtype="fp32", kernel="mm")
-    forward, backward = (build(one, (m, n, k), factory)() for one in ("gemm", "dgrad"))
+    forward, backward = (build(operation, (m, n, k), factory)() for operation in ("gemm", "dgrad"))
     assert forward.shape == (m, n)
     assert backward.shape == (m, k)
 

@@ -93,8 +93,8 @@ def test_no_reader_takes_the_files_of_another_target(folder: Path, target: str) 
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_file_is_read_or_refused_in_one_line(folder: Path, data: st.DataObject) -> None:
-    reader = data.draw(st.sampled_from([one for one in READERS if one.target in TARGETS]))
-    texts = [one.text for one in files_of(folder, reader.target) if reader.recognises(one.name, one.text)]
+    reader = data.draw(st.sampled_from([item for item in READERS if item.target in TARGETS]))
+    texts = [item.text for item in files_of(folder, reader.target) if reader.recognises(item.name, item.text)]
     text = data.draw(st.sampled_from(texts))
     start, end = sorted(data.draw(st.integers(0, len(text))) for _ in range(2))
     damage = data.draw(
@@ -112,8 +112,8 @@ def test_of_a_script_that_starts_what_another_file_describes_that_file_is_named(
     file = plan_file(folder / "old.json")
     plan = ParallelPlan(global_batch=16, dp_shard=8, sharding="zero1")
     file = replace(file, framework=load_framework("nanotron"), best=replace(file.best, plan=plan))
-    for one in exported(file, "nanotron", "slurm"):
-        (tmp_path / one.name).write_text(one.text)
+    for file_out in exported(file, "nanotron", "slurm"):
+        (tmp_path / file_out.name).write_text(file_out.text)
     described, inner, script = (tmp_path / name for name in ("nanotron.yaml", "launch.sh", "launch.sbatch"))
     assert read_launch(described, COMPLETE).plan == plan
     with pytest.raises(
@@ -204,7 +204,7 @@ def test_what_was_read_is_printed_and_what_was_not(folder: Path) -> None:
     assert done.stdout.index("devices") < done.stdout.index("not read") < done.stdout.index("--weight-decay")
     table = json.loads(run(folder, "read", "launch/launch.sh", "--json").stdout)
     assert (table["target"], table["plan"]["tp"], table["model"]["num_layers"]) == ("megatron-lm", 8, 32)
-    assert {"--weight-decay"} <= {one["option"] for one in table["unread"]}
+    assert {"--weight-decay"} <= {option["option"] for option in table["unread"]}
 
 
 def test_the_plan_of_a_launch_file_is_priced_as_it_is(folder: Path) -> None:
@@ -264,7 +264,7 @@ def test_a_number_that_is_written_otherwise_is_no_change() -> None:
         "--rotary-base": "500000",
         "--data": "b",
     } | after_words
-    changed = [one.option for one in differing(before, after)]
+    changed = [option.option for option in differing(before, after)]
     assert changed == ["--rotary-base", "--bf16", "--data"]
 
 

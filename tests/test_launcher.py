@@ -115,7 +115,7 @@ def by_manifest(files: tuple[File, ...], folder: Path, container: dict[str, Any]
     assert container["command"] == ["bash", "/etc/autoplan/launch.sh"]
     inside = tuple(File(name=name, text=text) for name, text in config["data"].items())
     assert {file.name for file in inside} == {"launch.sh", "config.toml"}
-    env = {one["name"]: one.get("value", "1") for one in container["env"]}  # from a field: the rank
+    env = {variable["name"]: variable.get("value", "1") for variable in container["env"]}  # from a field: the rank
     return launched(folder, inside, **{**env, **variables})
 
 
@@ -237,7 +237,7 @@ def test_a_placed_plan_is_pinned_to_its_nodes_by_a_jobset() -> None:
     jobs = documents(files_of(PLACED, "jobset"))[1]["spec"]["replicatedJobs"]
     pods = [job["template"]["spec"]["template"]["spec"] for job in jobs]
     assert [pod["nodeSelector"]["kubernetes.io/hostname"] for pod in pods] == ["node8", "node6", "node7", "node9"]
-    envs = [{one["name"]: one["value"] for one in pod["containers"][0]["env"]} for pod in pods]
+    envs = [{variable["name"]: variable["value"] for variable in pod["containers"][0]["env"]} for pod in pods]
     assert [env["NODE_RANK"] for env in envs] == ["0", "1", "2", "3"]
     assert {env["MASTER_ADDR"] for env in envs} == {"llama3-8b-rank-0-0-0.llama3-8b"}
     for launcher in ("trainjob", "pytorchjob", "skypilot"):
@@ -483,7 +483,7 @@ def test_a_manifest_holds_no_more_than_was_put_there(name: str, line: str, optio
     def shape(value: Any) -> Any:
         return {key: shape(part) for key, part in value.items()} if isinstance(value, dict) else type(value)
 
-    assert [shape(one) for one in read] == [shape(one) for one in expected]
+    assert [shape(manifest) for manifest in read] == [shape(manifest) for manifest in expected]
     if launcher == "skypilot":
         assert read[0]["run"] == expected[0]["run"]
         assert files[-1].text == option
@@ -566,4 +566,4 @@ def test_the_command_line_writes_what_a_launcher_needs(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "launch").iterdir()) == ["launch.sbatch", "launch.sh"]
     assert "this plan needs 2 launch files: pass --out FOLDER" in run(tmp_path, *export, "slurm").stderr
     shown = run(tmp_path, *export, "jobset", "--image", IMAGE)
-    assert [one["kind"] for one in yaml.safe_load_all(shown.stdout)] == ["ConfigMap", "JobSet"]
+    assert [manifest["kind"] for manifest in yaml.safe_load_all(shown.stdout)] == ["ConfigMap", "JobSet"]

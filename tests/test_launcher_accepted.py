@@ -168,7 +168,7 @@ def test_a_manifest_is_one_that_kubernetes_can_read(name: str) -> None:
     config, job = documents(files_of(*CASES[name]))
     assert (config["apiVersion"], config["kind"]) == ("v1", "ConfigMap")
     assert config["metadata"]["name"] == job["metadata"]["name"]
-    volumes = {one["name"] for table in tables(job) for one in table.get("volumes", ())}
+    volumes = {volume["name"] for table in tables(job) for volume in table.get("volumes", ())}
     for table in tables(job):
         for container in table.get("containers", ()):
             assert set(container) <= CONTAINER
@@ -190,10 +190,10 @@ def schemas() -> dict[tuple[str, str], dict[str, Any]]:
             text = path.read_text()
             if "kind: CustomResourceDefinition" not in text or "{{" in text:
                 continue
-            for one in yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
-                if one and one["kind"] == "CustomResourceDefinition" and "group" in one["spec"]:
-                    for version in one["spec"]["versions"]:
-                        key = (f"{one['spec']['group']}/{version['name']}", one["spec"]["names"]["kind"])
+            for document in yaml.load_all(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+                if document and document["kind"] == "CustomResourceDefinition" and "group" in document["spec"]:
+                    for version in document["spec"]["versions"]:
+                        key = (f"{document['spec']['group']}/{version['name']}", document["spec"]["names"]["kind"])
                         found[key] = version["schema"]["openAPIV3Schema"]
     return found
 

@@ -483,7 +483,7 @@ def test_small_buffers_wait_for_a_few_switches_where_these_reduce() -> None:
     cluster = load_cluster("h100-sxm:64x8")
     sharp = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, sharp=True))
     hop = cluster.network.latency_s
-    plain, reducing = (seconds("all_reduce", compile_topology(one), 8, 64, 1024) for one in (cluster, sharp))
+    plain, reducing = (seconds("all_reduce", compile_topology(variant), 8, 64, 1024) for variant in (cluster, sharp))
     assert plain == pytest.approx(126 * hop, rel=1e-2)
     assert 2 * hop <= reducing <= 4 * hop
 
@@ -492,7 +492,7 @@ def test_what_crosses_to_another_site_is_not_reduced_by_switches() -> None:
     wan = WanSpec(nodes_per_site=4, bandwidth_bytes_per_s=10e9, latency_s=1e-3)
     cluster = dataclasses.replace(ideal(8, 450e9, 50e9), wan=wan)
     sharp = dataclasses.replace(cluster, network=dataclasses.replace(cluster.network, sharp=True))
-    plain, reducing = (compile_topology(one) for one in (cluster, sharp))
+    plain, reducing = (compile_topology(variant) for variant in (cluster, sharp))
     assert seconds("all_reduce", reducing, 8, 8, GIB) == seconds("all_reduce", plain, 8, 8, GIB)
     assert seconds("all_reduce", reducing, 8, 4, GIB) < seconds("all_reduce", plain, 8, 4, GIB)
 

@@ -83,7 +83,7 @@ def test_a_log_belongs_to_the_nearest_launch_file(tmp_path: Path) -> None:
         other__weights_bin=b"\0" * 100 + megatron(1.0).encode(),
     )
     runs, reasons = look(tmp_path)
-    assert {log: one.launch.plan.tp for log, one in runs.items()} == {
+    assert {log: run.launch.plan.tp for log, run in runs.items()} == {
         "a.log": 2,
         "deep/er/b.out": 2,
         "other/logs/c.log.gz": 4,
@@ -103,7 +103,7 @@ def test_of_several_launch_files_the_name_decides_or_nothing_does(tmp_path: Path
         **{"smaller-4711_out": megatron(3.0), "job_log": megatron(4.0)},
     )
     runs, reasons = look(tmp_path)
-    assert {log: one.launch.plan.tp for log, one in runs.items()} == {"small.log": 2, "smaller-4711.out": 4}
+    assert {log: run.launch.plan.tp for log, run in runs.items()} == {"small.log": 2, "smaller-4711.out": 4}
     assert reasons["job.log"].startswith("whether small.sh or smaller.sh started it is not clear")
     write(tmp_path, smaller_sh=script(tp=2))  # now both start the same
     runs, reasons = look(tmp_path)
@@ -125,7 +125,7 @@ def test_streams_and_ranks_of_one_run_are_one(tmp_path: Path) -> None:
     runs, reasons = look(tmp_path)
     assert reasons == {}
     assert len(runs) == 2
-    oom, ranks = sorted(runs.values(), key=lambda one: not one.is_out_of_memory)
+    oom, ranks = sorted(runs.values(), key=lambda logged_run: not logged_run.is_out_of_memory)
     assert oom.is_out_of_memory
     assert "CUDA out of memory" in oom.reason
     assert ranks.logged is not None
@@ -147,7 +147,7 @@ def test_runs_end_well_out_of_memory_or_with_their_error(tmp_path: Path) -> None
         growing_log=growing(1.0, 1.0) + OOM,
     )
     runs, reasons = look(tmp_path)
-    found = {log: (one.logged is not None, one.is_out_of_memory) for log, one in runs.items()}
+    found = {log: (run.logged is not None, run.is_out_of_memory) for log, run in runs.items()}
     assert found["good.log"] == found["again.log"] == (True, False)
     assert found["oom.log"] == (True, True)
     assert found["crash.log"] == (False, False)
@@ -258,5 +258,5 @@ def test_what_is_asked_wrongly_is_one_line(archive: Path) -> None:
     small = run(folder, "calibrate", "--from-logs", "runs", "--cluster", "h100-sxm:1x8", "--db", "s.db", "--json")
     said = json.loads(small.stdout)
     assert "starts 16 devices, 'h100-sxm' has 8" in said["passed_over"]["run0/job.log"]
-    assert [one["log"] for one in said["taken"]] == ["run2/job.log", "run4/job.log"]
+    assert [taken["log"] for taken in said["taken"]] == ["run2/job.log", "run4/job.log"]
     assert said["without"]["megatron-core"].startswith("the database holds 2 finished runs")

@@ -148,7 +148,9 @@ LABELS = (
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("form", STATED)
 def test_each_frameworks_lines_are_read_after_two_steps_of_warm_up(form: str, label: str) -> None:
-    run = read([label + part for at, one in enumerate(SECONDS) for part in STATED[form](at + 1, one).split("\n")])
+    run = read(
+        [label + part for at, seconds in enumerate(SECONDS) for part in STATED[form](at + 1, seconds).split("\n")]
+    )
     assert form.startswith(run.framework)
     assert run.step_s == KEPT
     assert run.num_steps == 5
@@ -244,7 +246,7 @@ def test_steps_with_another_batch_than_the_plans_do_not_count() -> None:
         InputError, match=r"no step time of the plan's batch: steps in the log have 16 seq.* of 4,096 t"
     ):
         read(grows[:8])
-    beside = [line for at, one in enumerate(grows[:8], 1) for line in (throughput(at, 0.5), one)]
+    beside = [line for at, step in enumerate(grows[:8], 1) for line in (throughput(at, 0.5), step)]
     with pytest.raises(InputError, match="no step time of the plan's batch"):  # nor by the rate that DeepSpeed states
         read(beside)
 
@@ -312,12 +314,12 @@ def test_steps_after_an_evaluation_or_a_checkpoint_are_left_out_where_others_rem
 
 def test_the_median_withstands_outliers_and_its_interval_holds_the_truth() -> None:
     rng = random.Random(1)
-    held = 0
+    num_inside = 0
     for _ in range(200):
         times = [2.0 + rng.gauss(0, 0.1) for _ in range(20)]
-        low, high = read([megatron(at, one) for at, one in enumerate(times, 1)], warmup=0).interval_s
-        held += low <= 2.0 <= high
-    assert 180 <= held < 200
+        low, high = read([megatron(at, seconds) for at, seconds in enumerate(times, 1)], warmup=0).interval_s
+        num_inside += low <= 2.0 <= high
+    assert 180 <= num_inside < 200
     run = read([megatron(at, 50.0 if at % 5 == 0 else 2.0) for at in range(1, 40)])
     assert run.median_s == 2.0
 
@@ -332,7 +334,8 @@ def test_a_log_without_steps_says_what_was_looked_for() -> None:
 def test_hostile_numbers_are_passed_over(tmp_path: Path) -> None:
     good = [megatron(at, 2.0) for at in range(1, 5)]
     bad = [
-        megatron(5, 2.0).replace("2000.0", one) for one in ("nan", "inf", "-3", "0", "1e999", "1.2.3", "9" * 5000, "e")
+        megatron(5, 2.0).replace("2000.0", number)
+        for number in ("nan", "inf", "-3", "0", "1e999", "1.2.3", "9" * 5000, "e")
     ]
     assert read([*good, *bad]).step_s == (2.0, 2.0)
     log = tmp_path / "a.log"

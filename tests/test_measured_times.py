@@ -46,8 +46,8 @@ def with_times(problem: Problem, times: Times, dtype: str = "bf16") -> Problem:
     return dataclasses.replace(problem, timings=table(times, dtype))
 
 
-def batch_of(*some: ParallelPlan) -> PlanBatch:
-    return PlanBatch.of(some, DENSE.num_layers)
+def batch_of(*plans: ParallelPlan) -> PlanBatch:
+    return PlanBatch.of(plans, DENSE.num_layers)
 
 
 def changes(problem: Problem, other: Problem, plan: ParallelPlan) -> dict[str, float]:
@@ -105,8 +105,8 @@ def test_products_are_looked_up_in_the_precision_of_the_plan_and_the_head_in_16_
 
 
 def test_products_with_scales_of_blocks_are_looked_up_as_such() -> None:
-    problem, one, tiles = problem_of(), single(precision="fp8"), single(precision="fp8", fp8_scaling="blockwise")
-    for plan, dtype, other in ((one, "fp8", "fp8_block"), (tiles, "fp8_block", "fp8")):
+    problem, tensorwise, tiles = problem_of(), single(precision="fp8"), single(precision="fp8", fp8_scaling="blockwise")
+    for plan, dtype, other in ((tensorwise, "fp8", "fp8_block"), (tiles, "fp8_block", "fp8")):
         assert set(changes(problem, with_times(problem, {("gemm", *QKV): 1e-3}, dtype), plan)) == {"gemm"}
         assert not changes(problem, with_times(problem, {("gemm", *QKV): 1e-3}, other), plan)
 
@@ -218,7 +218,7 @@ def test_experts_are_measured_with_the_activation_between_their_products() -> No
     known = with_times(problem, {("experts", *shape): 1.0, ("experts_backward", *shape): 2.0})
     batch, block = batch_of(plan), block_shapes(problem.model)[Block.MOE]
     assert expert_tokens(problem, batch)[0] * 2 == 4 * 2048 * 2 / 4
-    plain, found = (kernel_times(one, batch, Block.MOE, block) for one in (problem, known))
+    plain, found = (kernel_times(variant, batch, Block.MOE, block) for variant in (problem, known))
     experts = [linear for linear in block.linears if linear.is_expert]
     assert len(experts) == 2
     activation = memory_bound_s(problem, np.array(6.0 * 2048 * 2 * 1024))

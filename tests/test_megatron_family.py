@@ -101,7 +101,9 @@ def test_a_release_is_given_no_option_that_it_lacks(release: str) -> None:
 
 
 def question(plan_file: PlanFile, **said: Any) -> dict[str, Any]:
-    environment = {one.name: one.value for one in megatron_lm.environment(plan_file) if one.value is not None}
+    environment = {
+        variable.name: variable.value for variable in megatron_lm.environment(plan_file) if variable.value is not None
+    }
     return {"world": plan_file.best.plan.num_devices, "environment": environment, **said}
 
 
@@ -149,7 +151,7 @@ def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> N
     assert "error" not in answer, answer["error"]
     plan, model = file.best.plan, file.model
     assert tuple(answer["stages"]) == chunk_layers(plan, model.num_layers)
-    held = {key.rpartition(".")[2]: value for key, value in answer.items()}
+    values_by_name = {key.rpartition(".")[2]: value for key, value in answer.items()}
     expected: dict[str, Any] = {
         "tensor_model_parallel_size": plan.tp,
         "pipeline_model_parallel_size": plan.pp,
@@ -181,7 +183,7 @@ def test_a_plan_is_written_and_the_framework_takes_it(kind: str, name: str) -> N
         }
     if plan.schedule in primus.ALGORITHMS:
         expected |= {"pp_algorithm": primus.ALGORITHMS[plan.schedule], "patch_primus_pipeline": True}
-    assert {key: held.get(key) for key in expected} == expected
+    assert {key: values_by_name.get(key) for key in expected} == expected
 
 
 QUESTIONS_WITH_RULES: dict[str, Callable[[PlanFile], Any]] = {
@@ -241,9 +243,11 @@ UNNAMED: dict[str, Any] = {"name": "any", "aliases": (), "sources": ()}
 
 
 def assert_comes_back(reader: Reader, name: str, text: str, file: PlanFile) -> None:
-    assert [one.target for one in (lm_in.READER, bridge_in.READER, primus_in.READER) if one.recognises(name, text)] == [
-        reader.target
-    ]
+    assert [
+        candidate.target
+        for candidate in (lm_in.READER, bridge_in.READER, primus_in.READER)
+        if candidate.recognises(name, text)
+    ] == [reader.target]
     devices = file.best.plan.num_devices
     launch = reader.read(text, LaunchContext(num_devices=None if reader is lm_in.READER else devices))
     assert launch.plan == file.best.plan

@@ -83,8 +83,8 @@ def test_the_small_model_has_the_parameters_of_the_hand_count() -> None:
 def test_gradients_that_gather_over_micro_batches_before_they_are_reduced_are_whole() -> None:
     problem = problem_of(framework=BARE.changed(zero2_reduces_every_microbatch=False))
     (several,) = stages_of(problem, dp_shard=4, sharding="zero2")
-    (one,) = stages_of(problem, dp_shard=4, sharding="zero2", micro_batch=16)
-    assert several.memory_terms_bytes["gradients"] == 4 * one.memory_terms_bytes["gradients"]
+    (single,) = stages_of(problem, dp_shard=4, sharding="zero2", micro_batch=16)
+    assert several.memory_terms_bytes["gradients"] == 4 * single.memory_terms_bytes["gradients"]
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_sequence_parallelism_divides_what_the_norms_keep() -> None:
 
 def test_a_framework_that_does_not_gather_again_keeps_the_outputs_of_norms_whole() -> None:
     problem = problem_of(framework=BARE.changed(regathers_norm_output=False))
-    whole, sliced = (activations(problem=one, tp=2, sp=True)[0] for one in (problem, problem_of()))
+    whole, sliced = (activations(problem=variant, tp=2, sp=True)[0] for variant in (problem, problem_of()))
     assert whole - sliced == pytest.approx(2 * 2 * 2 * (TOKENS - TOKENS / 2) * 64)  # layers x norms x bytes
     assert activations(problem=problem, tp=2) == activations(tp=2)
 
@@ -400,11 +400,11 @@ def test_a_framework_with_a_softmax_kernel_runs_unfused_attention_with_it() -> N
 
 def test_a_swiglu_that_works_in_place_needs_one_gradient_of_the_mlp_width_not_two() -> None:
     framework = BARE.changed(keeps_logits=True)
-    (two,), (one,) = (
+    (two,), (in_place,) = (
         stages_of(problem_of(framework=framework.changed(in_place_activation=is_in_place)))
         for is_in_place in (False, True)
     )
-    assert two.memory_terms_bytes["transients"] - one.memory_terms_bytes["transients"] == pytest.approx(
+    assert two.memory_terms_bytes["transients"] - in_place.memory_terms_bytes["transients"] == pytest.approx(
         2 * TOKENS * 128
     )
 
@@ -503,10 +503,10 @@ def test_the_vocabulary_is_padded_to_a_multiple_of_the_tensor_parallel_degree() 
 
 def test_the_head_has_a_weight_gradient_buffer_on_the_last_stage() -> None:
     framework = BARE.changed(dummy_wgrad_buffers=True)
-    with_buffers, without = (stages_of(problem_of(framework=one), pp=2) for one in (framework, BARE))
+    with_buffers, without = (stages_of(problem_of(framework=buffered), pp=2) for buffered in (framework, BARE))
     first, last = (
-        one.memory_terms_bytes["wgrad_buffers"] - other.memory_terms_bytes["wgrad_buffers"]
-        for one, other in zip(with_buffers, without, strict=True)
+        buffered.memory_terms_bytes["wgrad_buffers"] - other.memory_terms_bytes["wgrad_buffers"]
+        for buffered, other in zip(with_buffers, without, strict=True)
     )
     assert first == pytest.approx(2 * (LAYER - NORMS))
     assert last - first == pytest.approx(2 * TABLE)
@@ -736,7 +736,7 @@ def test_every_active_group_costs_a_communicator() -> None:
 
 def test_fragmentation_grows_all_but_the_fixed_part() -> None:
     framework = BARE.changed(fixed_bytes=1000.0, reserved_factor=1.25)
-    tight, loose = (price(problem_of(framework=one), ParallelPlan(global_batch=8)) for one in (BARE, framework))
+    tight, loose = (price(problem_of(framework=variant), ParallelPlan(global_batch=8)) for variant in (BARE, framework))
     assert loose.memory_bytes[0] == pytest.approx(1.25 * tight.memory_bytes[0] + 1000)
 
 
@@ -907,11 +907,11 @@ def test_every_term_is_a_finite_number_of_bytes(case: tuple[Problem, ParallelPla
 @given(plans())
 def test_more_sharding_never_takes_more_state(case: tuple[Problem, ParallelPlan]) -> None:
     problem, plan = case
-    held = [
+    least_states = [
         [states(stage) for stage in stage_costs(problem, dataclasses.replace(plan, sharding=sharding))]  # type: ignore[arg-type]
         for sharding in Sharding
     ]
-    for less, more in itertools.pairwise(held):
+    for less, more in itertools.pairwise(least_states):
         assert np.all(np.array(more) <= np.array(less) * (1 + 1e-12))
 
 
@@ -1084,7 +1084,7 @@ def test_forwards_of_zb_h1_follow_on_gradients_of_weights_beyond_as_many_as_rank
     stages: int, num_microbatches: int
 ) -> None:
     for order in rank_orders(PipelineShape("zb-h1", stages, 1, num_microbatches)):
-        kinds = "".join(one.kind for one in order)
+        kinds = "".join(operation.kind for operation in order)
         assert ("F" in kinds[kinds.index("W") :]) == (num_microbatches > stages)
 
 

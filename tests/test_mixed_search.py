@@ -77,7 +77,7 @@ def test_a_mixed_pair_of_nodes_beats_the_symmetric_plan() -> None:
     for tp, pp, size in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)):
         layers, deep = even_chunks(40, pp), pp * tp
         if pp > 1 and deep <= 16:
-            places = [(int(at >= pp // 2), tp, held) for at, held in enumerate(layers)]
+            places = [(int(at >= pp // 2), tp, num_layers) for at, num_layers in enumerate(layers)]
             symmetric.append((replicas(16 // deep, 16 * deep // size, *places, micro_batch=size),))
         if deep <= 8:
             halves = ([(part, tp, layer) for layer in layers] for part in (0, 1))
@@ -257,7 +257,7 @@ def test_one_boundary_crosses_between_two_regions() -> None:
         problem = problem_of(*parts, model=model, between=BetweenSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.03))
         best = check(problem, search_mixed(problem, 64, forbid=["offload"]), 64)
         (kind,) = best.plan.kinds  # no reduction crosses: all replicas are alike, with every stage on one part
-        assert sum(one.part != two.part for one, two in itertools.pairwise(kind.stages)) == 1
+        assert sum(stage.part != two.part for stage, two in itertools.pairwise(kind.stages)) == 1
         plans.append(best)
         if bandwidth == 1.25e8:
             blind = [(at % 2, 4, layers) for at, layers in enumerate(even_chunks(32, 4))]
@@ -296,9 +296,9 @@ def test_bounds_know_what_a_line_between_sites_takes_and_what_vendors_cannot_red
 
 @pytest.mark.parametrize("speed", [0.02, 1.0])
 def test_one_more_part_never_makes_the_best_plan_slower(speed: float) -> None:
-    one, more = scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "more", speed=speed)
-    both = search_mixed(problem_of(one, more), 16)
-    assert both.ranked[0].step_s <= search_mixed(problem_of(one), 16).ranked[0].step_s * (1 + 1e-9)
+    few, more = scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "more", speed=speed)
+    both = search_mixed(problem_of(few, more), 16)
+    assert both.ranked[0].step_s <= search_mixed(problem_of(few), 16).ranked[0].step_s * (1 + 1e-9)
     assert 0 <= both.certificate.gap < 0.3
 
 
@@ -390,8 +390,8 @@ def test_joined_searches_are_led_by_plans_that_fit() -> None:
 
 
 def test_parts_in_another_order_have_the_same_best_plan() -> None:
-    one, more = scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "more", speed=0.4)
-    found = [search_mixed(problem_of(*parts), 16).ranked[0].step_s for parts in ((one, more), (more, one))]
+    few, more = scaled("a100-sxm:1x2", "one"), scaled("a100-sxm:1x2", "more", speed=0.4)
+    found = [search_mixed(problem_of(*parts), 16).ranked[0].step_s for parts in ((few, more), (more, few))]
     assert found[0] == pytest.approx(found[1], rel=1e-9)
 
 

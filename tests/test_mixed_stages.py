@@ -47,9 +47,9 @@ def check(problem: MixedProblem, plan: MixedPlan) -> None:
     assert line.pipeline_s == max(kind.pipeline_s for kind in cost.kinds)
     priced = [(kind, stage) for kind in cost.kinds for stage in kind.stages]
     sums = []
-    for (kind, expected), one, rank in zip(priced, placed, line.ranks, strict=True):
-        assert rank.place == one.place
-        stage, count = one.cost, one.place.num_microbatches
+    for (kind, expected), place_cost, rank in zip(priced, placed, line.ranks, strict=True):
+        assert rank.place == place_cost.place
+        stage, count = place_cost.cost, place_cost.place.num_microbatches
         assert (stage.layers, stage.forward_s, stage.backward_s) == (
             expected.layers,
             pytest.approx(expected.forward_s, rel=EXACT),
@@ -58,7 +58,7 @@ def check(problem: MixedProblem, plan: MixedPlan) -> None:
         assert sum(stage.terms_s.values()) == pytest.approx(expected.forward_s + expected.backward_s, rel=EXACT)
         assert stage.memory_bytes == expected.memory_bytes
         assert sum(stage.memory_terms_bytes.values()) == pytest.approx(expected.memory_bytes, rel=EXACT)
-        assert one.place.capacity_bytes == expected.capacity_bytes
+        assert place_cost.place.capacity_bytes == expected.capacity_bytes
         if stage.layers:  # else no pass lasts, and none of its peak is seen
             assert rank.memory_bytes.max() == pytest.approx(expected.memory_bytes, rel=EXACT)
         own = rank.terms_s()
@@ -70,7 +70,7 @@ def check(problem: MixedProblem, plan: MixedPlan) -> None:
             assert own[name] == pytest.approx(cost.terms_s[name] + wait_s * (name == "stragglers"), abs=tiny)
         fill_the_step(rank, cost.step_s)
         assert max(over(event) for event in rank.passes) <= kind.pipeline_s + tiny
-        assert passes_of(rank) == {(microbatch, one.place.stage) for microbatch in range(count)}
+        assert passes_of(rank) == {(microbatch, place_cost.place.stage) for microbatch in range(count)}
     # The stage with most work of the slowest replicas has every term as the estimate tells it.
     assert any(own == pytest.approx(cost.terms_s, rel=1e-6, abs=1e-6 * cost.step_s) for own in sums)
     assert tuple(sums[0]) == STEP_TERMS
@@ -137,21 +137,21 @@ def test_shares_of_states_of_their_own_are_in_memory_term_by_term() -> None:
 PLAIN = [(8, 1, 4, "none"), (4, 2, 4, "full"), (2, 4, 4, "none"), (1, 12, 2, "none")]
 
 
-def same(one: Timeline, other: Timeline, *, rows: list[int] | None = None) -> None:
+def same(line: Timeline, other: Timeline, *, rows: list[int] | None = None) -> None:
     """Two timelines whose rows, or those of the second at `rows`, do the same at every moment."""
-    assert one.step_s == pytest.approx(other.step_s, rel=1e-9)
-    assert one.order_error == pytest.approx(other.order_error, abs=1e-9)
-    for rank, twin in zip(one.ranks, [other.ranks[at] for at in rows] if rows else other.ranks, strict=True):
-        assert moments(rank) == pytest.approx(moments(twin), rel=1e-9, abs=1e-9 * one.step_s)
+    assert line.step_s == pytest.approx(other.step_s, rel=1e-9)
+    assert line.order_error == pytest.approx(other.order_error, abs=1e-9)
+    for rank, twin in zip(line.ranks, [other.ranks[at] for at in rows] if rows else other.ranks, strict=True):
+        assert moments(rank) == pytest.approx(moments(twin), rel=1e-9, abs=1e-9 * line.step_s)
         assert [event.name for event in rank.events()] == [event.name for event in twin.events()]
-        assert held(rank) == pytest.approx(held(twin), rel=1e-9)
+        assert peaks_of(rank) == pytest.approx(peaks_of(twin), rel=1e-9)
 
 
 def moments(rank: RankTimeline) -> list[float]:
     return [moment for event in rank.events() for moment in (event.start_s, event.duration_s)]
 
 
-def held(rank: RankTimeline) -> list[float]:
+def peaks_of(rank: RankTimeline) -> list[float]:
     """Memory in the middle of every pass."""
     middles = [pass_.start_s + pass_.duration_s / 2 for pass_ in rank.passes]
     return [float(rank.memory_bytes[at - 1]) for at in np.searchsorted(rank.memory_time_s, middles)]
@@ -168,10 +168,10 @@ def test_one_part_has_the_timeline_of_a_plain_cluster_and_so_have_its_halves(
     expected, found = timeline(plain, parallel), mixed_timeline(problem, plan)
     same(found, expected)
     assert [rank.ranks for rank in found.ranks] == [rank.ranks for rank in expected.ranks]
-    for one, stage in zip(mixed_stages(problem, plan), stage_costs(plain, parallel), strict=True):
-        assert one.cost.terms_s == pytest.approx(stage.terms_s, rel=1e-9)
-        assert one.cost.memory_terms_bytes == pytest.approx(stage.memory_terms_bytes, rel=1e-9)
-        assert one.cost.oom_probability == pytest.approx(stage.oom_probability, rel=1e-9)
+    for stage_cost, stage in zip(mixed_stages(problem, plan), stage_costs(plain, parallel), strict=True):
+        assert stage_cost.cost.terms_s == pytest.approx(stage.terms_s, rel=1e-9)
+        assert stage_cost.cost.memory_terms_bytes == pytest.approx(stage.memory_terms_bytes, rel=1e-9)
+        assert stage_cost.cost.oom_probability == pytest.approx(stage.oom_probability, rel=1e-9)
     # The same in two halves that were not merged: replicas apart, and pipelines across.
     halves = problem_of(H2, H2)
     if pp % 2 == 0:
@@ -187,10 +187,10 @@ def test_one_part_has_the_timeline_of_a_plain_cluster_and_so_have_its_halves(
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 20), st.data())
 def test_unlike_hops_run_as_the_simulation_of_blocking_calls(p: int, m: int, data: st.DataObject) -> None:
-    def some(low: float, high: float, count: int) -> list[float]:
+    def drawn_times(low: float, high: float, count: int) -> list[float]:
         return data.draw(st.lists(st.floats(low, high), min_size=count, max_size=count))
 
-    forward, backward, hops = some(0.5, 2, p), some(0.5, 4, p), some(0.01, 2, p - 1)
+    forward, backward, hops = drawn_times(0.5, 2, p), drawn_times(0.5, 4, p), drawn_times(0.01, 2, p - 1)
     found = rank_steps(
         PipelineShape("1f1b", p, 1, m),
         SplitPass(np.array(forward), np.array(backward), np.zeros(p)),
@@ -199,8 +199,8 @@ def test_unlike_hops_run_as_the_simulation_of_blocking_calls(p: int, m: int, dat
     )
     makespan = max(float(finding.end_s[-1]) for finding in found)
     assert makespan == pytest.approx(simulate_blocking(p, m, {"F": forward, "B": backward}, hops))
-    for rank, one in enumerate(found):
-        over_hops = set((one.rows[one.rows >= len(ROWS) * p] - len(ROWS) * p).tolist())
+    for rank, rank_order in enumerate(found):
+        over_hops = set((rank_order.rows[rank_order.rows >= len(ROWS) * p] - len(ROWS) * p).tolist())
         assert over_hops == {hop for hop in (rank - 1, rank) if 0 <= hop < p - 1}
 
 
@@ -260,8 +260,8 @@ def test_a_change_is_told_with_what_the_estimate_says_of_it() -> None:
     found = explain_mixed(problem, make_mixed_file(problem, [cost], None))
     assert found.plan == cost
     assert found.stages == mixed_stages(problem, plan)
-    told = {near.change: near for near in found.changes}
-    assert {what for what, _, _ in told} == {
+    near_changes = {near.change: near for near in found.changes}
+    assert {what for what, _, _ in near_changes} == {
         "recomputation",
         "sharding",
         "micro-batch of B",  # that of A leaves the step as it is: A waits for B
@@ -269,13 +269,13 @@ def test_a_change_is_told_with_what_the_estimate_says_of_it() -> None:
         "schedule",
         "micro-batches of A, B",
     }
-    for (what, before, after), near in told.items():
+    for (what, before, after), near in near_changes.items():
         assert before != after
         assert near.plan == estimate_mixed(problem, [near.plan.plan])[0]
         assert near.ratio == pytest.approx(cost.sequences_per_s / near.plan.sequences_per_s)
         assert near.plan.plan.global_batch == plan.global_batch, what
     # One of every thing that fits, and the fastest where that does not.
-    assert len({(what, near.plan.verdict) for (what, _, _), near in told.items()}) == len(told)
+    assert len({(what, near.plan.verdict) for (what, _, _), near in near_changes.items()}) == len(near_changes)
     assert [near.ratio for near in found.changes] == sorted(near.ratio for near in found.changes)
 
 

@@ -105,7 +105,7 @@ def test_a_configuration_is_commented_and_holds_what_nanotron_runs() -> None:
     assert config["model"]["model_config"]["is_llama_config"]
     job = job_of(file, "nanotron")
     assert job.trailing == ('--config-file "$HERE/nanotron.yaml"',)
-    assert [(one.name, one.value) for one in job.environment] == [("CUDA_DEVICE_MAX_CONNECTIONS", "1")]
+    assert [(variable.name, variable.value) for variable in job.environment] == [("CUDA_DEVICE_MAX_CONNECTIONS", "1")]
 
 
 REFUSED: dict[str, tuple[PlanFile, str]] = {

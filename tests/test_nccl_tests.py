@@ -141,18 +141,18 @@ def test_older_outputs_have_no_groups(tmp_path: Path) -> None:
 
 
 def test_wrong_results_are_failures(tmp_path: Path) -> None:
-    for one in read(tmp_path, WRONG):
-        assert (one.status, one.samples_s, one.shape) == ("failed", (), (8, 8, 1, 4294967296))
+    for record in read(tmp_path, WRONG):
+        assert (record.status, record.samples_s, record.shape) == ("failed", (), (8, 8, 1, 4294967296))
     counted = ALL_TO_ALL.replace("334.90       0", "334.90       7")
-    assert [one.status for one in read(tmp_path, counted)] == ["failed", "ok"]
+    assert [record.status for record in read(tmp_path, counted)] == ["failed", "ok"]
 
 
 def test_a_deviation_within_what_the_test_allows_is_no_failure(tmp_path: Path) -> None:
-    assert {one.status for one in read(tmp_path, WRONG.replace("1e+00", "5e-07"))} == {"ok"}
+    assert {record.status for record in read(tmp_path, WRONG.replace("1e+00", "5e-07"))} == {"ok"}
 
 
 def test_empty_messages_are_left_out(tmp_path: Path) -> None:
-    assert [one.shape for one in read(tmp_path, SMALL)] == [(8, 4, 1, 128)] * 2
+    assert [record.shape for record in read(tmp_path, SMALL)] == [(8, 4, 1, 128)] * 2
 
 
 @pytest.mark.parametrize(
@@ -168,12 +168,12 @@ def test_groups_are_read_from_the_lines_of_the_ranks(
     tmp_path: Path, group_of: Callable[[int], int], layout: tuple[int, int, int]
 ) -> None:
     text = RCCL.replace(ranks(MI300X, 1, 8), ranks(H100, 2, 8, group_of))
-    assert {one.shape[:3] for one in read(tmp_path, text)} == {layout}
+    assert {record.shape[:3] for record in read(tmp_path, text)} == {layout}
 
 
 def test_a_rack_is_one_domain_of_many_hosts(tmp_path: Path) -> None:
     text = RCCL.replace(ranks(MI300X, 1, 8), ranks("NVIDIA GB200", 4, 4))
-    assert {one.shape[:3] for one in read(tmp_path, text)} == {(16, 16, 1)}
+    assert {record.shape[:3] for record in read(tmp_path, text)} == {(16, 16, 1)}
 
 
 def test_several_tests_of_one_log_are_told_apart(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_what_cannot_be_told_for_sure_is_refused(tmp_path: Path, text: str, mess
 def test_device_and_operation_can_be_given(tmp_path: Path) -> None:
     text = COLUMNS + ALL_TO_ALL.splitlines()[-4]
     given = read(tmp_path, ranks("Graphics Device", 1, 4) + text, device="b200", operation="alltoall_perf")
-    assert {(one.operation, one.fingerprint.device) for one in given} == {("all_to_all", "b200")}
+    assert {(record.operation, record.fingerprint.device) for record in given} == {("all_to_all", "b200")}
     assert "known are all_reduce" in refusal(tmp_path, text, operation="sort")
 
 

@@ -31,8 +31,8 @@ PLAN = ParallelPlan(global_batch=64, micro_batch=2, tp=4, sp=True, pp=2, dp_shar
     )
 )
 def test_the_nearest_plan_changes_just_what_is_refused_and_is_the_fastest_of_these(refused: dict[str, None]) -> None:
-    def accepts(one: RankedPlan) -> bool:
-        return all(getattr(one.plan, axis) != getattr(PLAN, axis) for axis in refused)
+    def accepts(candidate: RankedPlan) -> bool:
+        return all(getattr(candidate.plan, axis) != getattr(PLAN, axis) for axis in refused)
 
     near = nearest(PROBLEM, PLAN, accepts)
     assert near is not None
@@ -41,23 +41,23 @@ def test_the_nearest_plan_changes_just_what_is_refused_and_is_the_fastest_of_the
     assert not broken(RULES, PROBLEM.workload, near.plan.plan)
     assert {axis for axis, *_ in near.changes} <= set(refused)  # sharding of one replica means nothing
     # Whatever else is accepted and differs in these axes alone is slower.
-    faster = nearest(PROBLEM, PLAN, lambda one: accepts(one) and one.step_s < near.plan.step_s)
+    faster = nearest(PROBLEM, PLAN, lambda candidate: accepts(candidate) and candidate.step_s < near.plan.step_s)
     assert faster is None or len(faster.changes) > len(near.changes)
 
 
 def test_one_change_is_nearer_than_a_faster_plan_of_the_file() -> None:
     other = dataclasses.replace(PLAN, tp=2, pp=1, dp_shard=8, micro_batch=1)
-    near = nearest(PROBLEM, PLAN, lambda one: one.plan.pp == 1, [other])
+    near = nearest(PROBLEM, PLAN, lambda candidate: candidate.plan.pp == 1, [other])
     assert near is not None
     assert [axis for axis, *_ in near.changes] == ["pp"]
-    alone = nearest(PROBLEM, PLAN, lambda one: one.plan == other, [other], most_changes=1)
+    alone = nearest(PROBLEM, PLAN, lambda candidate: candidate.plan == other, [other], most_changes=1)
     assert alone is not None
     assert alone.plan == prices(PROBLEM, [other])[0]
     assert len(alone.changes) == len(differing(axes_of(DENSE, PLAN), axes_of(DENSE, other)))
 
 
 def test_where_nothing_near_is_accepted_there_is_none() -> None:
-    assert nearest(PROBLEM, PLAN, lambda one: False) is None
+    assert nearest(PROBLEM, PLAN, lambda candidate: False) is None
 
 
 @pytest.fixture(scope="module")

@@ -95,15 +95,18 @@ def test_power_of_a_node_of_eight_h100() -> None:
 def test_energy_of_a_plan_lies_between_waiting_and_computing_all_the_time() -> None:
     problem = problem_on("h100-sxm:1x8")
     plan = ParallelPlan(global_batch=16, tp=2, sp=True, pp=2, dp_shard=2)
-    (one,) = ranked(problem, estimate(problem, PlanBatch.of([plan], DENSE.num_layers)), [0])
-    found = figures(problem, Run(reliability=RELIABLE), one)
+    (ranked_plan,) = ranked(problem, estimate(problem, PlanBatch.of([plan], DENSE.num_layers)), [0])
+    found = figures(problem, Run(reliability=RELIABLE), ranked_plan)
     least = least_figures(
-        problem, Run(reliability=RELIABLE), seconds_per_sequence=one.step_s / 16, memory_bytes=one.memory_bytes
+        problem,
+        Run(reliability=RELIABLE),
+        seconds_per_sequence=ranked_plan.step_s / 16,
+        memory_bytes=ranked_plan.memory_bytes,
     )
     assert least.energy_per_token_j is not None
     assert found.energy_per_token_j is not None
     assert least.energy_per_token_j < found.energy_per_token_j < least.energy_per_token_j * 605.5 / 432.25
-    assert found.tokens_per_s == pytest.approx(8 * one.tokens_per_s_per_device)
+    assert found.tokens_per_s == pytest.approx(8 * ranked_plan.tokens_per_s_per_device)
 
 
 @settings(max_examples=30, deadline=None)
@@ -115,11 +118,11 @@ def test_every_objective_grows_with_its_measure(seconds: float, times: float, jo
     fast, slow = of(problem, RUN, seconds, joules), of(problem, RUN, seconds * times, joules)
     heavy = of(problem, RUN, seconds, joules * times)
     large = replace(fast, memory_bytes=times * fast.memory_bytes)
-    for one in OBJECTIVES.values():
-        changed = {"time": slow, "energy": heavy, "memory": large}[one.measure]
-        before, after = costs_of([one], fast)[0], costs_of([one], changed)[0]
+    for objective in OBJECTIVES.values():
+        changed = {"time": slow, "energy": heavy, "memory": large}[objective.measure]
+        before, after = costs_of([objective], fast)[0], costs_of([objective], changed)[0]
         assert before > 0
-        assert after == (before if one.name == "devices" else pytest.approx(times * before))
+        assert after == (before if objective.name == "devices" else pytest.approx(times * before))
 
 
 def test_what_is_missing_is_named() -> None:

@@ -43,9 +43,9 @@ SPARSE = replace(
 
 def plan(**values: object) -> ParallelPlan:
     """Two micro-batches of a sequence for every replica, unless told otherwise."""
-    told = {"micro_batch": 1, "sharding": "none", **values}
-    replicas = int(str(told.get("dp_shard", 1))) * int(str(told.get("dp_replicate", 1)))
-    return ParallelPlan(**{"global_batch": 2 * replicas, **told})  # type: ignore[arg-type]
+    fields = {"micro_batch": 1, "sharding": "none", **values}
+    replicas = int(str(fields.get("dp_shard", 1))) * int(str(fields.get("dp_replicate", 1)))
+    return ParallelPlan(**{"global_batch": 2 * replicas, **fields})  # type: ignore[arg-type]
 
 
 def predicted(question: Question) -> list[float]:
@@ -101,9 +101,9 @@ def test_two_layer_counts_tell_a_larger_one() -> None:
     """Where memory is linear in the layers the extrapolated peak is the counted one."""
     question = Question(model=replace(SMALL, num_layers=6), plan=plan(dp_shard=2, sharding="zero3"), seq_len=256)
     whole = replace(question, plan=replace(question.plan, recompute="full", recompute_num_layers=6))
-    told = replace(question, plan=replace(question.plan, recompute="full"))
+    larger = replace(question, plan=replace(question.plan, recompute="full"))
     # A number of recomputed layers is not extrapolated.
-    assert ask(told) == pytest.approx(ask(whole), rel=1e-3)
+    assert ask(larger) == pytest.approx(ask(whole), rel=1e-3)
 
 
 def test_oracle_refuses_what_the_trainer_does_not_run() -> None:

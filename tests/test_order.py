@@ -39,8 +39,8 @@ def actions(orders: tuple[tuple[Operation, ...], ...]) -> list[list[Action]]:
         rank: list[Action] = []
         joins = False
         for operation in order:
-            one = (operation.kind, operation.microbatch, operation.chunk)
-            rank[-1:] = [(*rank[-1], one)] if joins else [*rank[-1:], (one,)]
+            step = (operation.kind, operation.microbatch, operation.chunk)
+            rank[-1:] = [(*rank[-1], step)] if joins else [*rank[-1:], (step,)]
             joins = operation.joined
         ranks.append(rank)
     return ranks
@@ -171,14 +171,14 @@ def test_closed_forms_of_live_chunks_are_the_largest_count(p: int, v: int, m: in
 @pytest.mark.parametrize(("schedule", "p", "v", "m"), cases((1, 2, 4, 5), (1, 3, 8, 10, 27)))
 def test_peak_bytes_are_exact_for_chunks_of_any_size(schedule: Schedule, p: int, v: int, m: int) -> None:
     """Counted along the whole order, also where the count itself stops at fewer micro-batches."""
-    held = chunks_of_ranks(schedule, p, v)
+    chunks = chunks_of_ranks(schedule, p, v)
     orders = actions(rank_orders(PipelineShape(schedule, p, v, m)))
     live = live_chunks(PipelineShape(schedule, p, v, m))
     for skew in (1.0, 8.0):
         sizes = np.random.default_rng(0).uniform(0.1, 1.0, p * v) ** skew
         for rank, order in enumerate(orders):
             peak = most_alive(order, dict(enumerate(sizes.tolist())), released="BW")
-            assert float((live[rank] @ sizes[held[rank]]).max()) == pytest.approx(peak), rank
+            assert float((live[rank] @ sizes[chunks[rank]]).max()) == pytest.approx(peak), rank
 
 
 @pytest.mark.parametrize(("schedule", "v"), [("zb-h1", 1), ("zb-h1", 2), ("zb-v", 2), ("dualpipe-v", 2)])
@@ -201,8 +201,8 @@ def test_live_chunks_do_not_dominate_one_another_and_cannot_be_changed(schedule:
     live = live_chunks(PipelineShape(schedule, 6, v, 24))
     for rows in live:
         distinct = np.unique(rows, axis=0)
-        for one, other in itertools.permutations(distinct, 2):
-            assert (one > other).any()
+        for counts, other in itertools.permutations(distinct, 2):
+            assert (counts > other).any()
     with pytest.raises(ValueError, match="read-only"):
         live[0, 0, 0] = 0
 

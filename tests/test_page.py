@@ -136,7 +136,7 @@ def test_a_page_needs_nothing_else(folder: Path, browser: Browser, name: str) ->
     assert f"{100 * best['mfu']:.1f} %" in answer
     assert "faster, under this model." in answer
     sections = [link.get_attribute("href") for link in page.locator("nav a").all()]
-    assert sections == [f"#{one.get_attribute('id')}" for one in page.locator("main > section").all()][1:]
+    assert sections == [f"#{section.get_attribute('id')}" for section in page.locator("main > section").all()][1:]
     assert len(sections) == 10
     assert page.locator(".canvas > svg, .canvas > canvas, .drawing > svg").count() == 4
     page.emulate_media(media="print")
@@ -365,9 +365,9 @@ def poisoned(value: Any, path: str = "") -> Any:
     """A plan file with every text replaced that may be any text."""
     free = ("model.name", "cluster.name", "device.name", "calibration.name", "framework.name", "command", "nvlink.name")
     if isinstance(value, dict):
-        return {key: poisoned(one, f"{path}.{key}") for key, one in value.items()}
+        return {key: poisoned(child, f"{path}.{key}") for key, child in value.items()}
     if isinstance(value, list):
-        return [poisoned(one, path) for one in value]
+        return [poisoned(child, path) for child in value]
     if isinstance(value, str) and (
         path.endswith(free)
         or any(f".{part}" in path for part in ("sources", "limits", "family", "quantity", "versions"))

@@ -18,12 +18,12 @@ from trained import assert_alike, task
 
 def legal(tasks: list[Task]) -> list[Task]:
     kept = []
-    for one in tasks:
+    for candidate in tasks:
         try:
-            check_task(one)
+            check_task(candidate)
         except InputError:
             continue
-        kept.append(one)
+        kept.append(candidate)
     return kept
 
 

@@ -115,9 +115,9 @@ def test_shares_equal_a_count_message_by_message(
         group(pattern, block * pp, dp): every.transpose(1, 2, 3, 0).reshape(-1, dp),
         RankGroup(pattern, tp, cp * dp, cp, block * pp): every.transpose(1, 3, 0, 2).reshape(-1, cp * dp),
     }
-    for one, ranks in cases.items():
-        found = leaving_share(seats, seats.switch[None], one).max()
-        assert found == pytest.approx(counted_share(leaves, devices, ranks.tolist(), pattern)), one
+    for pattern_name, ranks in cases.items():
+        found = leaving_share(seats, seats.switch[None], pattern_name).max()
+        assert found == pytest.approx(counted_share(leaves, devices, ranks.tolist(), pattern)), pattern_name
 
 
 def test_other_jobs_below_a_switch_dilute_what_a_lone_node_sends_out_of_it() -> None:
@@ -145,11 +145,11 @@ def test_nodes_that_fill_their_leaves_in_order_are_a_regular_cluster() -> None:
     listed = fat_tree(np.repeat(np.arange(4), 4).tolist(), nodes_per_leaf=4)
     stride, size = np.array([1, 8, 8, 16, 24]), np.array([8, 16, 4, 8, 3])
     for pattern in ("ring", "all_to_all", "chain"):
-        one, other = (
+        seats_found, other = (
             compile_topology(c).members(stride, size, pattern=pattern) for c in (listed, replace(listed, nodes=()))
         )  # type: ignore[arg-type]
-        assert one.dtype == other.dtype == np.int64
-        assert one.tolist() == other.tolist()
+        assert seats_found.dtype == other.dtype == np.int64
+        assert seats_found.tolist() == other.tolist()
 
 
 def test_a_job_below_one_leaf_sees_no_oversubscription() -> None:
@@ -213,8 +213,8 @@ def test_exchanging_nodes_below_one_switch_changes_nothing(order: list[str], dat
     leaf = {name: node.switches[0] for node in PROBLEM.cluster.nodes for name in node.names}
     names = {kind: iter(data.draw(st.permutations([n for n in order if leaf[n] == kind]))) for kind in leaf.values()}
     other = tuple(next(names[leaf[name]]) for name in order)
-    one = replace(PLAN, pp=8, dp_shard=1, placement=tuple(order))
-    assert step_s(PROBLEM, one) == step_s(PROBLEM, replace(one, placement=other))
+    exchanged = replace(PLAN, pp=8, dp_shard=1, placement=tuple(order))
+    assert step_s(PROBLEM, exchanged) == step_s(PROBLEM, replace(exchanged, placement=other))
 
 
 def test_the_listed_order_is_the_placement_of_that_order() -> None:
@@ -280,8 +280,8 @@ def test_communicators_join_the_ranks_that_differ_along_their_axes(
 
 def test_plans_of_both_orders_in_one_batch_cost_what_they_cost_alone() -> None:
     problem = problem_on(load_cluster("h100-sxm:6x8"))
-    one = ParallelPlan(global_batch=48, tp=2, sp=True, cp=3, pp=2, dp_shard=4, layers_per_chunk=None)
-    both = [one, replace(one, rank_order="tp-cp-ep-pp-dp")]
+    megatron_order = ParallelPlan(global_batch=48, tp=2, sp=True, cp=3, pp=2, dp_shard=4, layers_per_chunk=None)
+    both = [megatron_order, replace(megatron_order, rank_order="tp-cp-ep-pp-dp")]
     together = estimate(problem, PlanBatch.of(both, problem.model.num_layers)).step_s.tolist()
     assert together == [step_s(problem, plan) for plan in both]
     assert together[0] != together[1]

@@ -80,11 +80,11 @@ def spelled_out(plan: ParallelPlan) -> ParallelPlan:
     return dataclasses.replace(plan, layers_per_chunk=layers if len(set(layers)) > 1 else None)
 
 
-def assert_same(one: PlanBatch, other: PlanBatch) -> None:
+def assert_same(batch: PlanBatch, other: PlanBatch) -> None:
     for field in dataclasses.fields(PlanBatch):
         if field.name not in ("layout", "layouts"):
-            np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), err_msg=field.name)
-    assert [one.layouts[at] for at in one.layout] == [other.layouts[at] for at in other.layout]
+            np.testing.assert_array_equal(getattr(batch, field.name), getattr(other, field.name), err_msg=field.name)
+    assert [batch.layouts[at] for at in batch.layout] == [other.layouts[at] for at in other.layout]
 
 
 # -- batches ----------------------------------------------------------------------------------------------------------
@@ -319,16 +319,16 @@ def test_rows_are_like_the_distinct_ones_that_stand_for_them(width: int, data: s
     # Sizes whose product passes 64 bits, so that codes are numbered again on the way.
     size = st.sampled_from([0, 1, 2, 2**31, 2**40])
     rows = np.array(data.draw(st.lists(st.tuples(*[size] * width), max_size=20)), dtype=np.int64).reshape(-1, width)
-    first, like = distinct_rows(*rows.T)
-    assert (rows[first][like] == rows).all()
+    first, representative = distinct_rows(*rows.T)
+    assert (rows[first][representative] == rows).all()
     assert len(first) == len(set(map(tuple, rows.tolist())))
 
 
 def test_distinct_plans_stand_for_those_that_share_their_axes() -> None:
-    some = [ParallelPlan(global_batch=8, tp=tp, sp=tp > 1, dp_shard=dp) for tp in (1, 2) for dp in (1, 2, 4)]
-    first, like = PlanBatch.of(some, LAYERS).distinct("tp", "sp")
-    assert [some[at].tp for at in first] == [1, 2]
-    assert like.tolist() == [0, 0, 0, 1, 1, 1]
+    plans = [ParallelPlan(global_batch=8, tp=tp, sp=tp > 1, dp_shard=dp) for tp in (1, 2) for dp in (1, 2, 4)]
+    first, representative = PlanBatch.of(plans, LAYERS).distinct("tp", "sp")
+    assert [plans[at].tp for at in first] == [1, 2]
+    assert representative.tolist() == [0, 0, 0, 1, 1, 1]
 
 
 def test_every_phrase_of_a_plan_is_in_the_glossary() -> None:

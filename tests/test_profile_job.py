@@ -17,7 +17,7 @@ from autoplan.launch.start import Start
 from commands import run
 from model_specs import TINY_TOML
 from slurms import StandIn, write_program
-from stores import held
+from stores import stored_records
 
 pytest.importorskip("torch")
 
@@ -59,7 +59,7 @@ def test_a_job_measures_on_its_nodes_and_stores_where_the_login_node_reads(folde
     asked = "profile --for plan.json --template often.toml --budget 1s --allowance 0.02s --db times.db --work job"
     done = run(folder, *asked.split())
     assert done.returncode == 0, done.stderr
-    records = held(folder / "times.db")
+    records = stored_records(folder / "times.db")
     assert records
     assert {record.fingerprint.collectives for record in records} == {"gloo"}
     assert "measurements in" in done.stdout

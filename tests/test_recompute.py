@@ -192,7 +192,7 @@ def test_eager_code_keeps_more_where_it_is_made_of_parts(norm: Any, gated: bool,
     """Two RMSNorms keep 4 h more each, SwiGLU 2 f; a layer norm and GELU are one kernel of torch each."""
     problem = problem_of(dataclasses.replace(DENSE, norm=norm, gated_mlp=gated))
     parts = dataclasses.replace(problem, framework=BARE.changed(fused_norm=False, fused_activation=False))
-    (eager,), (fused,) = (activations(one, "none") for one in (parts, problem))
+    (eager,), (fused,) = (activations(variant, "none") for variant in (parts, problem))
     assert eager - fused == pytest.approx(8 * TOKENS * more)
 
 
@@ -233,9 +233,9 @@ def test_repeating_the_attention_core_costs_its_forward_pass() -> None:
 
 
 @given(st.sets(st.sampled_from(RecomputeModule), min_size=1), st.sampled_from(RecomputeModule))
-def test_another_part_gives_back_more_and_costs_more(some: set[str], another: str) -> None:
+def test_another_part_gives_back_more_and_costs_more(listed: set[str], another: str) -> None:
     problem = problem_of(LATENT)
-    less, more = ("+".join(sorted(modules)) for modules in (some, some | {another}))
+    less, more = ("+".join(sorted(modules)) for modules in (listed, listed | {another}))
     assert activations(problem, more)[0] <= activations(problem, less)[0]
     assert recompute_s(problem, more) >= recompute_s(problem, less)
 

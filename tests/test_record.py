@@ -20,8 +20,8 @@ def test_the_median_of_the_samples_counts() -> None:
 
 
 def test_who_measured_where_and_when_is_no_part_of_the_key() -> None:
-    told = replace(GEMM, measured_by="ada", host="node7", measured_at="2026-11-21T12:00:00Z")
-    assert told.key == GEMM.key
+    signed = replace(GEMM, measured_by="ada", host="node7", measured_at="2026-11-21T12:00:00Z")
+    assert signed.key == GEMM.key
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_everything_that_decides_a_time_is_part_of_the_key(change: dict[str, obj
 
 
 def test_a_record_read_back_has_the_same_key() -> None:
-    told = replace(GEMM, conditions={"power": "650 W", "clock": "1755 MHz"}, samples_s=(1, 0.1 + 0.2))
-    assert msgspec.json.decode(msgspec.json.encode(told), type=Record).key == told.key
+    altered = replace(GEMM, conditions={"power": "650 W", "clock": "1755 MHz"}, samples_s=(1, 0.1 + 0.2))
+    assert msgspec.json.decode(msgspec.json.encode(altered), type=Record).key == altered.key
 
 
 @pytest.mark.parametrize(

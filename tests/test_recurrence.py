@@ -185,16 +185,16 @@ def test_the_closed_form_of_interleaved_chunks_that_differ_by_a_layer_is_off(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "blocking"), [*((one, False) for one in Schedule), ("1f1b", True), ("interleaved", True)]
+    ("schedule", "blocking"), [*((alone, False) for alone in Schedule), ("1f1b", True), ("interleaved", True)]
 )
 def test_many_plans_are_as_many_single_ones(schedule: Schedule, blocking: bool) -> None:
     p, v, m = 3, EVERY_SCHEDULE[schedule], 9
     times, send = unequal(p, v, 1, plans=40)
     together = run(schedule, p, v, m, times, send, blocking=blocking)
     for at in range(40):
-        one = run(schedule, p, v, m, times[:, at : at + 1], send[at : at + 1], blocking=blocking)
-        assert np.array_equal(one.end_s[0], together.end_s[at])
-        assert one.send_free_s[0] == together.send_free_s[at]
+        alone = run(schedule, p, v, m, times[:, at : at + 1], send[at : at + 1], blocking=blocking)
+        assert np.array_equal(alone.end_s[0], together.end_s[at])
+        assert alone.send_free_s[0] == together.send_free_s[at]
 
 
 def test_plans_are_run_in_blocks_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:

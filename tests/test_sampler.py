@@ -46,13 +46,13 @@ def test_a_sampler_finds_what_its_cells_hold_and_proves_nothing(
     proven_search: tuple[Problem, Space, SearchResult], name: str
 ) -> None:
     problem, space, proven = proven_search
-    some = search(problem, space, sampling=Sampling(name=name, trials=6))
+    sampled = search(problem, space, sampling=Sampling(name=name, trials=6))
     assert proven.certificate.proven
-    assert 0 < some.certificate.expanded <= 6 < some.certificate.cells
-    assert some.ranked[0].step_s >= proven.ranked[0].step_s
-    assert some.certificate.least_left is not None
-    assert some.certificate.proven == (some.certificate.least_left >= 1.0)
-    assert some.ranked[0].step_s * min(some.certificate.least_left, 1.0) <= proven.ranked[0].step_s
+    assert 0 < sampled.certificate.expanded <= 6 < sampled.certificate.cells
+    assert sampled.ranked[0].step_s >= proven.ranked[0].step_s
+    assert sampled.certificate.least_left is not None
+    assert sampled.certificate.proven == (sampled.certificate.least_left >= 1.0)
+    assert sampled.ranked[0].step_s * min(sampled.certificate.least_left, 1.0) <= proven.ranked[0].step_s
 
 
 def test_all_cells_seen_are_a_proof() -> None:

@@ -44,8 +44,14 @@ def said(name: str, step_s: float | None, verdict: str = "fits", spread: float =
 
 MEASURED = [ran("a-1", 1.0), ran("a-2", 2.0), ran("a-3", 4.0), ran("a-4", status="oom"), ran("a-5", 5.0)]
 PREDICTED = {
-    one.id: one
-    for one in (said("a-1", 1.1), said("a-2", 1.0), said("a-3", 4.0), said("a-4", 0.5, "risky"), said("a-5", 6.0))
+    prediction.id: prediction
+    for prediction in (
+        said("a-1", 1.1),
+        said("a-2", 1.0),
+        said("a-3", 4.0),
+        said("a-4", 0.5, "risky"),
+        said("a-5", 6.0),
+    )
 }
 
 
@@ -127,8 +133,8 @@ def test_kendalls_tau_is_that_of_scipy(pairs: list[tuple[int, int]]) -> None:
 
 def test_predictions_come_back_from_their_table(tmp_path: Path) -> None:
     path = tmp_path / "said.csv"
-    one, two = said("a-1", 1.25, peak_memory_gib=10.5), said("a-2", None, "unpriced")
-    path.write_text(prediction_table([one, two]))
+    near_miss, two = said("a-1", 1.25, peak_memory_gib=10.5), said("a-2", None, "unpriced")
+    path.write_text(prediction_table([near_miss, two]))
     assert [prediction.id for prediction in read_predictions(path)] == ["a-1", "a-2"]
     back = next(iter(read_predictions(path)))
     assert (back.step_time_s, back.verdict, back.peak_memory_gib) == (1.25, "fits", 10.5)

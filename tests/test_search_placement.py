@@ -55,7 +55,7 @@ def least_step_s(problem: Problem, plan: ParallelPlan, leaves: list[int]) -> flo
     shares = {members: leaving_share(seats, renumbered[orders], members).max(axis=1) for members in seats.group_members}
     best = np.inf
     for row in least_rows(np.unique(np.round(np.stack(list(shares.values()), axis=1), 12), axis=0)):
-        known = {one: effective_members(one, float(share)) for one, share in zip(shares, row, strict=True)}
+        known = {count: effective_members(count, float(share)) for count, share in zip(shares, row, strict=True)}
         levels[at] = replace(levels[at], seats=replace(seats, group_members=known))
         best = min(best, float(estimate(problem.on(Topology(levels=tuple(levels))), batch).step_s[0]))
     return best
@@ -134,7 +134,7 @@ def test_the_best_plans_of_a_search_are_placed_and_ranked_again() -> None:
     assert placed.certificate.best_step_s == placed.rivals[0].step_s
     times = [rival.step_s for rival in placed.rivals]
     assert times == sorted(times)
-    for one in placed.rivals[:4]:
-        assert step_s(problem, one.plan) == pytest.approx(one.step_s)
+    for ranked_plan in placed.rivals[:4]:
+        assert step_s(problem, ranked_plan.plan) == pytest.approx(ranked_plan.step_s)
     regular = problem_on(replace(problem.cluster, nodes=()), model="llama3-8b")
     assert place_best(regular, found) is found

@@ -28,7 +28,7 @@ def test_products_of_training_are_kept_of_every_library() -> None:
 
 def test_the_fastest_flash_kernel_of_the_generation_is_taken() -> None:
     shape, other = (1, 4096, 32, 8, 128, 0), (2, 4096, 32, 8, 128, 0)
-    some = [
+    timings = [
         measured("attention", shape, "triton", 0.1),
         measured("attention", shape, "flashinfer", 3.0),
         measured("attention", shape, "trtllm_mha", 2.0),
@@ -36,17 +36,17 @@ def test_the_fastest_flash_kernel_of_the_generation_is_taken() -> None:
         measured("attention", shape, "trtllm_mha", 1.0, dtype="fp8"),
         measured("attention", shape, "fa3", 0.5),
     ]
-    assert [one.seconds for one in for_training(some, B200)] == [2.0, 5.0, 1.0]
-    assert [one.kernel for one in for_training(some, H100)] == ["fa3"]
-    assert for_training(some, load_cluster("mi300x:1x8").device) == []
+    assert [timing.seconds for timing in for_training(timings, B200)] == [2.0, 5.0, 1.0]
+    assert [timing.kernel for timing in for_training(timings, H100)] == ["fa3"]
+    assert for_training(timings, load_cluster("mi300x:1x8").device) == []
 
 
 def test_experts_are_balanced_and_collectives_those_of_nccl() -> None:
     experts, group = (1024, 2048, 768, 8, 128, 1, 8), (8, 8, 1, 2**20)
-    some = [
+    timings = [
         measured("experts", experts, "moe_torch_flow_cutlass power_law_1.2"),
         measured("experts", experts, EXPERTS_KERNEL),
         measured("all_reduce", group, "TRTLLM"),
         measured("all_reduce", group, "NCCL", dtype="fp16"),
     ]
-    assert [one.kernel for one in for_training(some, H100)] == [EXPERTS_KERNEL, "NCCL"]
+    assert [timing.kernel for timing in for_training(timings, H100)] == [EXPERTS_KERNEL, "NCCL"]

@@ -144,8 +144,8 @@ def test_no_search_flips_before_the_first_flip_that_is_told(
 ) -> None:
     problem, space, best, found = answered
     for quantity in quantities(problem):
-        told = [flip.factor for flip in found.flips if flip.quantity == quantity.name and flip.factor < 1]
-        least = 1.02 * max(told, default=1 / 1.04)  # that the margin covers
+        factors = [flip.factor for flip in found.flips if flip.quantity == quantity.name and flip.factor < 1]
+        least = 1.02 * max(factors, default=1 / 1.04)  # that the margin covers
         growth = 1.0 / least if quantity.is_rate else least
         assert kind_of(winner(quantity.slower(problem, growth), space)) == kind_of(best)
 

@@ -81,13 +81,13 @@ def crossing(cluster: ClusterSpec, plan: ParallelPlan) -> set[str]:
 def test_a_boundary_of_stages_sends_2_6_mb_a_sample_and_gradients_take_1_9_s() -> None:
     problem = problem_of(sites("a100-pcie:2x2", 10 * GBIT, 50e-6), GPT2_L)
     links = Links.of(problem)
-    two, four, one = np.array([2]), np.array([4]), np.array([1])
+    two, four, single = np.array([2]), np.array([4]), np.array([1])
     gradients = np.array([2.0 * 774e6])
     # One ring of all four, as the devices of a site share what leads out of it: 2 x 3/4 of them leave a site.
-    assert links.seconds("all_reduce", ProcessGroup(one, four), gradients)[0] == pytest.approx(1.9, rel=0.05)
+    assert links.seconds("all_reduce", ProcessGroup(single, four), gradients)[0] == pytest.approx(1.9, rel=0.05)
     sample = 2.0 * 1024 * 1280
     assert sample == pytest.approx(2.6e6, rel=0.01)
-    groups = ProcessGroup(two, two), ProcessGroup(one, four)
+    groups = ProcessGroup(two, two), ProcessGroup(single, four)
     pair_s, chain_s = (links.seconds("send_recv", group, np.array([sample]))[0] for group in groups)
     # One tensor-parallel pair sends from each site: each of the two has half of the link.
     assert pair_s == pytest.approx(2 * sample / (10 * GBIT), rel=0.05)

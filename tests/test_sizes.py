@@ -48,21 +48,21 @@ def test_sizes_of_a_range_divide_well() -> None:
     assert size_grid(5, 5) == (5,)
 
 
-@pytest.mark.parametrize("name", [name for name, one in OBJECTIVES.items() if one.measure == "time"])
+@pytest.mark.parametrize("name", [name for name, row in OBJECTIVES.items() if row.measure == "time"])
 def test_the_size_is_the_one_that_searching_all_of_them_gives(name: str) -> None:
     found = chosen(name)
-    costs = {size: costs_of([OBJECTIVES[name]], one)[0] for size, one in fastest().items()}
+    costs = {size: costs_of([OBJECTIVES[name]], row)[0] for size, row in fastest().items()}
     best = min(costs, key=lambda size: costs[size])
     assert found.report.best.num_nodes == best
     assert found.problem.cluster.num_nodes == best
     assert costs_of([OBJECTIVES[name]], found.report.best.figures)[0] == pytest.approx(costs[best], rel=1e-12)
     assert found.plans[0] == found.report.best.plan == search(*made(best)).ranked[0]
     assert [size.num_nodes for size in found.report.sizes] == list(SIZES)
-    for one in found.report.sizes:
-        assert one.least is not None
-        assert costs_of([OBJECTIVES[name]], one.least)[0] <= costs[one.num_nodes] * (1 + 1e-9)
-        if one.best is None:
-            assert costs_of([OBJECTIVES[name]], one.least)[0] >= costs[best] * (1 - 1e-9)
+    for row in found.report.sizes:
+        assert row.least is not None
+        assert costs_of([OBJECTIVES[name]], row.least)[0] <= costs[row.num_nodes] * (1 + 1e-9)
+        if row.best is None:
+            assert costs_of([OBJECTIVES[name]], row.least)[0] >= costs[best] * (1 - 1e-9)
 
 
 def test_objectives_differ_in_the_size_that_they_choose() -> None:
@@ -73,23 +73,23 @@ def test_objectives_differ_in_the_size_that_they_choose() -> None:
 
 
 def test_fewest_devices_for_a_deadline() -> None:
-    times = {size: one.run_s or 0.0 for size, one in fastest().items()}
+    times = {size: nodes.run_s or 0.0 for size, nodes in fastest().items()}
     for size in SIZES:
         run = replace(RUN, device_hours=None, deadline_s=times[size] * 1.0001)
-        enough = min(one for one in SIZES if times[one] <= run.deadline_s)
+        enough = min(nodes for nodes in SIZES if times[nodes] <= run.deadline_s)
         assert chosen("devices", run=run).report.best.num_nodes == enough
     report = chosen("devices", run=replace(RUN, device_hours=None, deadline_s=times[3] * 1.0001)).report
     assert [size.why for size in report.sizes if size.num_nodes < 3] == [TOO_SLOW] * 2
 
 
 def test_the_fastest_size_within_a_budget() -> None:
-    hours = {size: one.device_hours or 0.0 for size, one in fastest().items()}
-    times = {size: one.run_s or 0.0 for size, one in fastest().items()}
+    hours = {size: nodes.device_hours or 0.0 for size, nodes in fastest().items()}
+    times = {size: nodes.run_s or 0.0 for size, nodes in fastest().items()}
     for size in SIZES:
         run = replace(RUN, device_hours=hours[size] * 1.0001)
-        within = [one for one in SIZES if hours[one] <= run.device_hours]
+        within = [nodes for nodes in SIZES if hours[nodes] <= run.device_hours]
         best = chosen("time-to-tokens", run=run).report.best
-        assert best.num_nodes == min(within, key=lambda one: times[one])
+        assert best.num_nodes == min(within, key=lambda nodes: times[nodes])
         assert best.figures.device_hours is not None
         assert best.figures.device_hours <= hours[size] * 1.0001
 
@@ -111,10 +111,10 @@ def test_several_objectives_over_sizes_give_the_front_of_all_plans_of_all_sizes(
             front = np.vstack([front, row])
     left_out = ("sp", "schedule", "cuda_graphs", "micro_batch", "tp", "cp")  # the table is of the spaces alone
     report = search_sizes(SIZES[:3], made, objectives, RUN, barred=left_out).report
-    found = [np.round(np.log(costs_of(objectives, one.figures)), 8).tolist() for one in report.front]
+    found = [np.round(np.log(costs_of(objectives, point.figures)), 8).tolist() for point in report.front]
     np.testing.assert_allclose(sorted(found), front, atol=2e-8)
     assert found[0] == min(found)
-    assert len({one.num_nodes for one in report.front}) > 1
+    assert len({point.num_nodes for point in report.front}) > 1
 
 
 def test_a_deadline_holds_for_objectives_that_are_not_of_time() -> None:
@@ -132,7 +132,7 @@ def test_a_size_that_fails_too_often_is_left_out_and_the_others_are_searched() -
     run = Run(reliability=Reliability(device_mtbf_s=2.0, checkpoint_s=0.1, restart_s=60.0))
     report = chosen("step-time", run=run).report
     left_out = [size for size in report.sizes if size.why == NO_PROGRESS]
-    assert [one.num_nodes for one in left_out] == [6]
+    assert [size.num_nodes for size in left_out] == [6]
     assert left_out[0].best is left_out[0].least is None
     assert report.best.num_nodes == 4
     with pytest.raises(NoPlanError, match=r"4 devices fail every 0.025 s, .* makes no progress: give fewer nodes"):

@@ -454,7 +454,7 @@ machines = st.builds(
     st.sampled_from(["2.13.0", "2.12.0"]),
     st.sampled_from(["cuda 13.0", "cuda 12.8"]),
 )
-some = st.builds(
+drawn_record = st.builds(
     lambda machine, m, samples, day: replace(
         GEMM, fingerprint=machine, shape=(m, 64, 64), samples_s=samples, measured_at=f"2026-11-{day:02}T00:00:00Z"
     ),
@@ -473,18 +473,18 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@given(held=st.lists(some, max_size=12))
-def test_the_choice_is_that_of_sorting_them_all(empty: Path, held: list[Record]) -> None:
+@given(records=st.lists(drawn_record, max_size=12))
+def test_the_choice_is_that_of_sorting_them_all(empty: Path, records: list[Record]) -> None:
     with open_store(str(shutil.copy(empty, empty.with_name("law.db")))) as store:
-        store.add(held)
+        store.add(records)
         expected = {}
-        for shape in {one.shape for one in held}:
+        for shape in {record.shape for record in records}:
             # What was added first keeps its day: the key does not tell it.
-            alike = {one.key: one for one in reversed(held) if one.shape == shape}.values()
-            nearest = min(match(one.fingerprint, LAB) or Match.EXACT for one in alike)
-            near = [one for one in alike if match(one.fingerprint, LAB) == nearest]
-            near.sort(key=lambda one: (-int(one.measured_at[8:10]), one.seconds))
-            newest_s = sorted(one.seconds for one in near[:5])
+            alike = {record.key: record for record in reversed(records) if record.shape == shape}.values()
+            nearest = min(match(record.fingerprint, LAB) or Match.EXACT for record in alike)
+            near = [record for record in alike if match(record.fingerprint, LAB) == nearest]
+            near.sort(key=lambda record: (-int(record.measured_at[8:10]), record.seconds))
+            newest_s = sorted(record.seconds for record in near[:5])
             expected[shape] = (newest_s[(len(newest_s) - 1) // 2], nearest)
         assert chosen(store) == expected
 
@@ -737,8 +737,8 @@ def test_no_row_is_lost_or_doubled_by_four_writers_at_once_one_of_them_killed(ur
     victim.kill()
     assert statuses(running) == [0, 0, 0, -signal.SIGKILL]
     with open_store(url) as store:
-        held = keys(store)
-        assert len(held) == len(set(held)) >= 2 * count + 20
+        stored = keys(store)
+        assert len(stored) == len(set(stored)) >= 2 * count + 20
         assert list(store.check()) == []
     again = [writer(url, seed, count) for seed in seeds[-2:]]  # what was killed, and what is there whole
     assert statuses(again) == [0] * 2

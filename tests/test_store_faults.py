@@ -104,7 +104,7 @@ def test_a_full_file_system_keeps_what_was_added_and_goes_on_later(place: Path) 
             store.add(records)
         with pytest.raises(InputError, match="cannot be written: No space left"):
             write_exchange(small / "out.jsonl.gz", records)
-        assert {one.name for one in small.iterdir()} <= {"timings.db", "timings.db-wal", "timings.db-shm"}
+        assert {entry.name for entry in small.iterdir()} <= {"timings.db", "timings.db-wal", "timings.db-shm"}
         subprocess.run(["mount", "-o", "remount,size=16m", str(small)], check=True)
         assert assert_whole(path) < 6000
         with open_store(str(path)) as store:
@@ -275,17 +275,17 @@ def test_rows_that_no_program_wrote_are_said_to_be_so(
     with sqlite3.connect(path) as other:
         other.execute(statement)
     other.close()
-    told = []
+    messages = []
     try:
         with open_store(str(path), writable=writable) as store:
             store.timings(LAB)
             store.holdings()
-            told += [one.reason for one in store.check()]
+            messages += [fault.reason for fault in store.check()]
             assert list(store.records()) or store.num_unread
     except StoreError as error:
-        told.append(str(error))
-    assert bool(told) == (says is not None)
-    assert all(re.search(str(says), one) and one.isprintable() for one in told)
+        messages.append(str(error))
+    assert bool(messages) == (says is not None)
+    assert all(re.search(str(says), fault) and fault.isprintable() for fault in messages)
 
 
 def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

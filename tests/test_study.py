@@ -91,14 +91,14 @@ def test_a_plan_that_may_fit_stands_for_its_cell_before_one_that_does_not(share:
     assert [ranked_plan.verdict for ranked_plan in result.ranked[:1]] == [
         VERDICTS[v] for v in [verdicts.min()] if v < 2
     ]
-    assert len({one.verdict for one in (*result.ranked, *result.rivals)}) <= 1
+    assert len({candidate.verdict for candidate in (*result.ranked, *result.rivals)}) <= 1
 
 
 def test_limits_of_the_space_are_told_in_full() -> None:
     _, space = make(MOE, batches=(16, 32, 48))
-    told = "; ".join(space.describe())
+    limits = "; ".join(space.describe())
     for words in ("grid of 3 values from 16 to 48", "etp 1|tp", "vp a divisor", "layers spread evenly", "domain of 8"):
-        assert words in told
+        assert words in limits
     _, fixed = make(DENSE, fix=("vp=1", "sp=off"))
     assert "sp off" in fixed.describe()
     assert not [part for part in fixed.describe() if "etp" in part or "vp a" in part or "grid" in part]
@@ -340,7 +340,7 @@ def test_wishes_that_leave_no_legal_plan_are_told_and_leaving_one_out_helps(
         check_result(problem, space, search(problem, space))
     assert str(caught.value).endswith(f"; there is one {ways}")
     for way in ways.split(" or "):
-        rest = tuple(one for one in fix if one != way.removeprefix("without --fix "))
+        rest = tuple(wish for wish in fix if wish != way.removeprefix("without --fix "))
         assert len(rest) == len(fix) - 1
         problem, space = make(DENSE, "h100-sxm:2x8", batches=(batch,), fix=rest)
         assert space.size(space.cells()) > 0
@@ -352,15 +352,15 @@ def test_figures_of_a_ranked_plan() -> None:
     problem, _ = make(DENSE, "h100-sxm:1x8")
     plan = ParallelPlan(global_batch=16, tp=2, sp=True, pp=2, dp_shard=2)
     costs = estimate(problem, PlanBatch.of([plan], DENSE.num_layers))
-    (one,) = ranked(problem, costs, [0])
-    assert one.plan == plan
-    assert one.tokens_per_s_per_device == pytest.approx(16 * 4096 / one.step_s / 8)
+    (ranked_plan,) = ranked(problem, costs, [0])
+    assert ranked_plan.plan == plan
+    assert ranked_plan.tokens_per_s_per_device == pytest.approx(16 * 4096 / ranked_plan.step_s / 8)
     # 6 x weights of the matrix products plus 6 x causal attention (2 x 2 x s/2 x hidden a layer) per token
     weights = 24 * (4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 11008) + 4096 * 32000
     flops = 6 * weights + 3 * 24 * 2 * 4096 * 4096
-    assert one.mfu == pytest.approx(one.tokens_per_s_per_device * flops / 989e12, rel=1e-3)
-    assert one.memory_headroom_bytes == pytest.approx(problem.capacity_bytes - one.memory_bytes)
-    assert sum(one.terms_s.values()) == pytest.approx(one.step_s)
+    assert ranked_plan.mfu == pytest.approx(ranked_plan.tokens_per_s_per_device * flops / 989e12, rel=1e-3)
+    assert ranked_plan.memory_headroom_bytes == pytest.approx(problem.capacity_bytes - ranked_plan.memory_bytes)
+    assert sum(ranked_plan.terms_s.values()) == pytest.approx(ranked_plan.step_s)
 
 
 def test_a_damaged_journal_is_refused_in_one_line_or_harmless(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, extrapolations, outliers, run
 from autoplan.profiler.tasks import RankedTask, ranked_tasks
 from autoplan.readers.cluster import load_cluster
-from stores import held
+from stores import stored_records
 from test_tasks import LAB, SCOPE
 
 
@@ -252,13 +252,13 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert first.stdout is not None
     total, *pids = map(int, first.stdout.readline().split())
-    while len(held(path)) < 3:
+    while len(stored_records(path)) < 3:
         assert first.poll() is None
         time.sleep(0.05)
     first.send_signal(number)
     first.communicate(timeout=60)
-    stored = held(path)
-    assert len({one.key for one in stored}) == len(stored) >= 3
+    stored = stored_records(path)
+    assert len({record.key for record in stored}) == len(stored) >= 3
     end = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids):  # no rank is left behind, even by SIGKILL
         assert time.monotonic() < end
@@ -266,9 +266,9 @@ def test_an_interrupted_sweep_keeps_what_it_measured_and_measures_only_the_rest(
     store, (crew, hello) = open_store(str(path)), pair
     planned = ranked_tasks(SCOPE, hello, store.measured_keys(hello.fingerprint))
     # What other load spoilt, or what did not settle, is worth another try.
-    num_known = sum(one.status in ("ok", "failed") for one in stored)
+    num_known = sum(record.status in ("ok", "failed") for record in stored)
     assert len(planned) == total - num_known
     run(crew, hello, store, planned[:2], budget_s=1e9, progress=Progress(total=len(planned)), visits_spoilt=False)
-    again = held(path)
+    again = stored_records(path)
     assert again[: len(stored)] == stored
     assert len(again) == len(stored) + 2

@@ -81,10 +81,10 @@ def test_layers_of_experts_are_measured_where_pricing_looks_them_up() -> None:
 
 def test_units_of_the_trainer_are_measured_for_it_alone() -> None:
     layer = (1, 128, 256, 512, 4, 2, 64)
-    for one in (*LAYERS, "embedding", "head", "replicated_layer", "pipeline_actions"):
-        assert shapes(SCOPE, one) == set()
-    for one in LAYERS:
-        assert shapes(TRAINER, one) == {(*layer, 1), (*layer, 2)}
+    for operation in (*LAYERS, "embedding", "head", "replicated_layer", "pipeline_actions"):
+        assert shapes(SCOPE, operation) == set()
+    for operation in LAYERS:
+        assert shapes(TRAINER, operation) == {(*layer, 1), (*layer, 2)}
     # A backward pass is taken apart in a pipeline, for which tp over both ranks leaves none.
     assert shapes(TRAINER, "layer_weight_gradient") == {(*layer, 1)}
     assert shapes(TRAINER, "head") == shapes(TRAINER, "embedding") == {(128, 256, 1000, 1), (128, 256, 1000, 2)}
@@ -103,7 +103,7 @@ def test_units_of_the_trainer_are_measured_for_it_alone() -> None:
 
 
 def test_weights_that_are_cast_as_they_are_gathered_need_no_copy_by_the_optimizer() -> None:
-    hello = replace(LAB, dtypes=("bf16",), kernels={(one, "bf16"): "way" for one, _ in ALL})
+    hello = replace(LAB, dtypes=("bf16",), kernels={(operation, "bf16"): "way" for operation, _ in ALL})
     for scope, dtype in ((SCOPE, "bf16"), (TRAINER, "fp32")):
         assert {
             ranked.task.dtype for ranked in ranked_tasks(scope, hello, ()) if ranked.task.operation == "optimizer"
@@ -186,9 +186,9 @@ def test_collectives_cover_groups_within_and_across_nodes() -> None:
 
 def test_what_is_known_or_not_asked_for_or_cannot_run_is_left_out() -> None:
     everything = ranked_tasks(SCOPE, LAB, ())
-    known = {one.task.key for one in everything[::2]}
+    known = {item.task.key for item in everything[::2]}
     assert {ranked.task for ranked in ranked_tasks(SCOPE, LAB, known)} == {ranked.task for ranked in everything[1::2]}
-    assert ranked_tasks(SCOPE, LAB, {one.task.key for one in everything}) == []
+    assert ranked_tasks(SCOPE, LAB, {item.task.key for item in everything}) == []
     assert {ranked.task.operation for ranked in ranked_tasks(replace(SCOPE, only=("norm", "rope")), LAB, ())} == {
         "norm",
         "rope",
@@ -252,7 +252,7 @@ def test_a_degree_that_does_not_divide_the_heads_is_refused() -> None:
 
 def test_what_a_gpu_is_asked_for_is_what_its_steps_are_priced_by(tmp_path: Path) -> None:
     """Through the database: every time twice as long makes steps twice as long, and almost nothing rests on curves."""
-    kernels = {(one, "bf16"): "nccl" if one in COLLECTIVES else "trainer" for one in SHAPES}
+    kernels = {(operation, "bf16"): "nccl" if operation in COLLECTIVES else "trainer" for operation in SHAPES}
     device, model = load_device("h200-sxm"), load_model("llama3-8b")
     assert device is not None
     machine = Fingerprint(device=device.name, memory_bytes=round(device.visible_memory_bytes), runtime="cuda 13.0")

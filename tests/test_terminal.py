@@ -63,8 +63,8 @@ def test_no_line_is_too_long_and_nothing_is_cut(file: PlanFile, show: Any, width
 
 def test_the_peak_of_a_core_is_told_as_it_is(file: PlanFile) -> None:
     core = replace(file, cluster=load_cluster("cpu:1x2"))
-    for one, says in ((file, "the bf16 datasheet peak, 989 TFLOP/s"), (core, "the bf16 peak, 160 GFLOP/s")):
-        assert says in mfu_convention(one)
+    for plan_file, says in ((file, "the bf16 datasheet peak, 989 TFLOP/s"), (core, "the bf16 peak, 160 GFLOP/s")):
+        assert says in mfu_convention(plan_file)
 
 
 def test_the_next_best_of_other_degrees_is_shown_by_them(file: PlanFile) -> None:
@@ -94,8 +94,8 @@ def test_plans_between_the_margin_and_the_next_that_was_priced_are_known_by_thei
 @pytest.mark.parametrize("width", WIDTHS)
 def test_numbers_of_the_ranking_are_never_folded(file: PlanFile, width: int) -> None:
     text = plain(shown(partial(print_search, details=True), file, width, force_terminal=True))
-    for one in (file.best, *file.alternatives[:9]):
-        assert re.search(rf" {re.escape(format_seconds(one.step_s))}  ", text)
+    for ranked_plan in (file.best, *file.alternatives[:9]):
+        assert re.search(rf" {re.escape(format_seconds(ranked_plan.step_s))}  ", text)
 
 
 def test_an_answer_is_short_and_its_details_are_there(file: PlanFile) -> None:

@@ -55,7 +55,7 @@ def check(problem: Problem, plan: ParallelPlan) -> None:
     step = float(cost.step_s[0])
     tiny = EXACT * step
     assert line.step_s == step
-    assert sorted(rank for one in line.ranks for rank in one.ranks) == list(range(plan.num_devices))
+    assert sorted(rank for rank_line in line.ranks for rank in rank_line.ranks) == list(range(plan.num_devices))
     terms = {name: float(value[0]) for name, value in cost.terms_s.items()}
     sums = []
     for rank, stage in zip(line.ranks, stages, strict=True):
@@ -69,8 +69,10 @@ def check(problem: Problem, plan: ParallelPlan) -> None:
         assert rank.memory_bytes.max() == pytest.approx(stage.memory_bytes, rel=EXACT)
         assert (np.diff(rank.memory_time_s) > 0).all()
         assert rank.memory_time_s[-1] <= step + tiny
-        held = chunks_of_ranks(plan.schedule, plan.pp, plan.vp)[rank.place.stage].tolist()
-        assert passes_of(rank) == {(microbatch, chunk) for microbatch in range(plan.num_microbatches) for chunk in held}
+        chunks = chunks_of_ranks(plan.schedule, plan.pp, plan.vp)[rank.place.stage].tolist()
+        assert passes_of(rank) == {
+            (microbatch, chunk) for microbatch in range(plan.num_microbatches) for chunk in chunks
+        }
     # One of the ranks has every term as the estimate tells it: the critical one.
     assert any(own == pytest.approx(terms, rel=1e-6, abs=1e-6 * step) for own in sums)
     assert tuple(sums[0]) == STEP_TERMS
@@ -90,11 +92,11 @@ def fill_the_step(rank: RankTimeline, step: float) -> None:
     """Events that are not beside others follow one another from the start of the step to its end."""
     events = sorted((event for event in rank.events() if not event.is_hidden), key=lambda event: event.start_s)
     now = 0.0
-    for one in events:
-        assert one.stream in STREAMS
-        assert one.start_s == pytest.approx(now, abs=EXACT * step)
-        assert one.duration_s >= 0
-        now = one.start_s + one.duration_s
+    for interval in events:
+        assert interval.stream in STREAMS
+        assert interval.start_s == pytest.approx(now, abs=EXACT * step)
+        assert interval.duration_s >= 0
+        now = interval.start_s + interval.duration_s
     assert now == pytest.approx(step, rel=EXACT)
     for event in rank.other_events:
         assert event.start_s >= -EXACT * step
@@ -136,14 +138,14 @@ def test_a_pass_begins_when_the_message_that_it_needs_is_there(case: tuple[Probl
         assert plan.schedule in ("1f1b", "interleaved", *waits)
         return
     passes, last = by_pass(line), plan.pp * plan.vp - 1
-    for (kind, microbatch, chunk), one in passes.items():
+    for (kind, microbatch, chunk), span in passes.items():
         assert chunk is not None
         before = {"forward": ("forward", microbatch, chunk - 1), "backward": ("backward", microbatch, chunk + 1)}
         giver = passes.get(before.get(kind, ("forward", microbatch, chunk)))
         if kind == "backward" and chunk == last:
             giver = passes["forward", microbatch, chunk]
         if giver:
-            assert one.start_s >= giver.start_s + giver.duration_s - EXACT * line.step_s
+            assert span.start_s >= giver.start_s + giver.duration_s - EXACT * line.step_s
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
@@ -181,8 +183,8 @@ def test_memory_rises_with_the_forward_passes_and_is_back_at_the_end(framework: 
 
 def test_a_calibration_stretches_everything_alike() -> None:
     plan = ParallelPlan(global_batch=16, pp=4, dp_shard=2)
-    one, twice = (timeline(problem_of(calibration=Calibration(overall=overall)), plan) for overall in (1.0, 2.0))
-    for rank, slow in zip(one.ranks, twice.ranks, strict=True):
+    plain, twice = (timeline(problem_of(calibration=Calibration(overall=overall)), plan) for overall in (1.0, 2.0))
+    for rank, slow in zip(plain.ranks, twice.ranks, strict=True):
         for event, other in zip(rank.events(), slow.events(), strict=True):
             assert other.duration_s == pytest.approx(2 * event.duration_s)
             assert other.start_s == pytest.approx(2 * event.start_s)
@@ -192,9 +194,9 @@ def test_a_reduction_that_hides_is_shown_beside_the_passes() -> None:
     problem = problem_of(framework=load_framework("megatron-core"))
     rank = timeline(problem, ParallelPlan(global_batch=64, dp_shard=8)).ranks[0]
     beside = [other for other in rank.other_events if other.is_hidden]
-    assert {one.kind for one in beside} == {"data_parallel_reduce", "parameter_gather"}
+    assert {span.kind for span in beside} == {"data_parallel_reduce", "parameter_gather"}
     end_s = rank.passes[-1].start_s + rank.passes[-1].duration_s
-    assert all(one.start_s + one.duration_s <= end_s * (1 + 1e-12) for one in beside)
+    assert all(span.start_s + span.duration_s <= end_s * (1 + 1e-12) for span in beside)
 
 
 def test_a_step_that_is_too_long_is_refused() -> None:

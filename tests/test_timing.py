@@ -129,7 +129,7 @@ def test_kin_that_take_another_time_were_not_measured() -> None:
 def test_source_factors_multiply_measured_and_interpolated_times_apart() -> None:
     table = dataclasses.replace(GRID, source_factors=SourceFactors(measured=2.0, interpolated=3.0, disturbed=5.0))
     shapes = np.array([[256, 512, 4096], [300, 512, 4096], [8, 8, 8]])
-    plain, scaled = (one.lookup("gemm", "bf16", shapes).otherwise(np.full(3, 7.0)) for one in (GRID, table))
+    plain, scaled = (variant.lookup("gemm", "bf16", shapes).otherwise(np.full(3, 7.0)) for variant in (GRID, table))
     assert scaled == pytest.approx(plain * [2.0, 3.0, 1.0])
 
 
@@ -206,9 +206,9 @@ def test_a_shape_costs_the_same_in_any_batch() -> None:
     table = noisy_table(2000)
     shapes = np.random.default_rng(1).integers(100, 20_000, size=(500, 3))
 
-    def afresh(some: Ints) -> Floats:
+    def afresh(rows: Ints) -> Floats:
         table.times["gemm", "bf16"].answered.clear()
-        return table.lookup("gemm", "bf16", some).seconds
+        return table.lookup("gemm", "bf16", rows).seconds
 
     together = afresh(shapes)
     assert not np.isnan(together).all()
@@ -221,7 +221,7 @@ def test_a_shape_costs_the_same_in_any_batch() -> None:
 def test_what_was_asked_before_is_answered_alike_beside_what_is_new() -> None:
     table, shapes = noisy_table(200), np.random.default_rng(1).integers(100, 20_000, size=(50, 3))
     table.lookup("gemm", "bf16", shapes[::2])
-    found, expected = (one.lookup("gemm", "bf16", shapes) for one in (table, noisy_table(200)))
+    found, expected = (variant.lookup("gemm", "bf16", shapes) for variant in (table, noisy_table(200)))
     np.testing.assert_array_equal(found.seconds, expected.seconds)
     np.testing.assert_array_equal(found.is_exact, expected.is_exact)
 
@@ -229,7 +229,9 @@ def test_what_was_asked_before_is_answered_alike_beside_what_is_new() -> None:
 def test_a_table_is_the_same_whatever_the_order_of_its_measurements() -> None:
     measurements = [measured("gemm", (m, n, 512), product_s(m, n, 512) * (1 + m % 7 / 9)) for m in SIZES for n in SIZES]
     shapes = np.random.default_rng(0).integers(256, 4096, size=(100, 3)) * (1, 1, 0) + (0, 0, 512)
-    found = [TimingTable.of(some).lookup("gemm", "bf16", shapes).seconds for some in (measurements, measurements[::-1])]
+    found = [
+        TimingTable.of(ordered).lookup("gemm", "bf16", shapes).seconds for ordered in (measurements, measurements[::-1])
+    ]
     assert not np.isnan(found[0]).any()
     np.testing.assert_array_equal(*found)
 

@@ -151,9 +151,9 @@ def test_it_does_not_matter_which_of_equal_nodes_is_which(
     groups = sibling_groups(32, *kind)
     moved = [tuple(sorted(4 * order[rank // 4] + rank % 4 for rank in group)) for group in groups]
     loads = []
-    for some in (groups, moved):
+    for variant in (groups, moved):
         expanded = Expanded(cluster_of(8, (4,)))
-        for group in some:
+        for group in variant:
             ALGORITHMS[algorithm](expanded, group, BYTES, 2.0)
         loads.append([expanded.busiest(level) for level in (0, 1)])
     assert loads[0] == pytest.approx(loads[1])
@@ -186,7 +186,7 @@ def test_weights_that_stay_near_leave_the_network_to_gradients() -> None:
     for name, (gathers, _) in SHARDED.items():
         groups = [RankGroups.of(1, size) for size in (*gathers, 384)]
         moved = [traffic(topology, group, "hierarchical", weights, volume=1.0) for group in groups]
-        out[name] = sum(one.domain_bytes[topology.network[0], 0] for one in moved) / weights[0]
+        out[name] = sum(flow.domain_bytes[topology.network[0], 0] for flow in moved) / weights[0]
     assert out == pytest.approx({"zero3": 3 * 47 / 48, "zero++": 2 * 47 / 48, "three levels": 47 / 48})
 
 
@@ -194,13 +194,13 @@ def test_sharding_near_by_is_faster_where_a_step_waits_for_its_traffic() -> None
     """Each way saves at least the published 1.2 and 1.3 times; weights take 1 / 384, 1 / 8 and 1 / 2 of 40 GB."""
     cluster = load_cluster("frontier:48x8")
     topology = compile_topology(cluster)
-    one, weights = np.array([1]), np.array([2.0 * 20e9])
+    single, weights = np.array([1]), np.array([2.0 * 20e9])
     times, memory = [], []
     for gathers, (of_weights, of_gradients) in SHARDED.values():
         parts = [*((size, of_weights) for size in gathers), (384, of_gradients)]
         times.append(
             sum(
-                float(collective_s(topology, "all_gather", ProcessGroup(one, size * one), share * weights)[0])
+                float(collective_s(topology, "all_gather", ProcessGroup(single, size * single), share * weights)[0])
                 for size, share in parts
             )
         )

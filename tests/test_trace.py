@@ -82,7 +82,7 @@ def check_whole(processor: Processor, line: Timeline, events: int) -> None:
         "select process.name as stage, max(value) as peak from counter "
         "join process_counter_track on counter.track_id = process_counter_track.id join process using (upid) group by 1"
     )
-    for row, rank in zip(sorted(peaks, key=lambda one: one.stage), line.ranks, strict=True):
+    for row, rank in zip(sorted(peaks, key=lambda peak: peak.stage), line.ranks, strict=True):
         assert row.peak == round(float(rank.memory_bytes.max()))
         assert row.stage.startswith(f"{rank.place.words}: rank")
 

@@ -100,11 +100,11 @@ def killed_in_the_middle(number: signal.Signals, limit_s: float) -> str:
         if now.step == 1:
             os.kill(started[1], number)
 
-    one = replace(task(plan_of(dp_shard=2, sharding="zero3")), num_steps=10_000, limit_s=limit_s)
+    endless = replace(task(plan_of(dp_shard=2, sharding="zero3")), num_steps=10_000, limit_s=limit_s)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_run, "Children", Watched)
         with pytest.raises(CrewError) as caught:
-            run_task(one, advance=strike)
+            run_task(endless, advance=strike)
     end = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in started):
         assert time.monotonic() < end

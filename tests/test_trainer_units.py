@@ -113,11 +113,11 @@ def test_a_layer_recomputes_what_it_is_asked_to_every_time(
 def test_halves_give_the_gradients_of_the_whole(grids: Grids) -> None:
     layer = _Layer(_plan(1, 1), LAYER, FACTORY, grids)
     layer.backward(layer.forward())
-    whole = [one.grad.clone() for one in (layer.x, *layer.module.parameters())]
+    whole = [tensor.grad.clone() for tensor in (layer.x, *layer.module.parameters())]
     layer.module.zero_grad()
     layer.weight_gradients(layer.input_gradient(layer.forward()))
-    for one, other in zip((layer.x, *layer.module.parameters()), whole, strict=True):
-        torch.testing.assert_close(one.grad, other)
+    for tensor, other in zip((layer.x, *layer.module.parameters()), whole, strict=True):
+        torch.testing.assert_close(tensor.grad, other)
 
 
 def test_ranks_that_wait_for_each_other_are_told_by_their_shape() -> None:
@@ -130,7 +130,7 @@ def test_ranks_that_wait_for_each_other_are_told_by_their_shape() -> None:
 
 def test_the_trainer_computes_in_its_own_types_alone() -> None:
     assert set(UNITS) == TRAINER_UNITS
-    assert all(implementation(one, "bf16") == "trainer" for one in UNITS)
+    assert all(implementation(unit, "bf16") == "trainer" for unit in UNITS)
     assert implementation("layer", "fp16") == implementation("gemm", "bf16") == ""
 
 

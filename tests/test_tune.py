@@ -85,9 +85,9 @@ def test_what_was_measured_is_known_and_plans_alike_follow_it(plans: Sequence[Ra
 def test_a_measurement_never_makes_anything_less_certain_nor_depends_on_order(
     plans: Sequence[RankedPlan], data: st.DataObject
 ) -> None:
-    some = data.draw(st.lists(st.integers(0, 19), unique=True, min_size=1, max_size=5))
-    factors = data.draw(st.lists(st.floats(0.8, 1.05), min_size=len(some), max_size=len(some)))
-    runs = [MeasuredPlan(at=at, step_s=plans[at].step_s * factor) for at, factor in zip(some, factors, strict=True)]
+    tried = data.draw(st.lists(st.integers(0, 19), unique=True, min_size=1, max_size=5))
+    factors = data.draw(st.lists(st.floats(0.8, 1.05), min_size=len(tried), max_size=len(tried)))
+    runs = [MeasuredPlan(at=at, step_s=plans[at].step_s * factor) for at, factor in zip(tried, factors, strict=True)]
     before, after = Surrogate.of(plans), Surrogate.of(plans, runs)
     assert (after.spread <= before.spread + 1e-12).all()
     again = Surrogate.of(plans, runs[::-1])
@@ -147,19 +147,22 @@ def two_cores(plans: Sequence[RankedPlan]) -> tuple[RankedPlan, ...]:
 def test_trials_that_contradict_each_other_widen_the_surrogate_and_trials_that_agree_narrow_it(
     plans: Sequence[RankedPlan],
 ) -> None:
-    some = two_cores(plans)
-    agreeing = [MeasuredPlan(at=at, step_s=1.75 * some[at].step_s) for at in range(3)]
+    plans_here = two_cores(plans)
+    agreeing = [MeasuredPlan(at=at, step_s=1.75 * plans_here[at].step_s) for at in range(3)]
     contradicting = [MeasuredPlan(at=at, step_s=ms / 1000) for at, (_, _, ms, _) in enumerate(TWO_CORES[:3])]
-    one, other = Surrogate.of(some, agreeing), Surrogate.of(some, contradicting)
-    scales = np.arange(len(one.weights))
-    assert one.weights @ scales < Surrogate.of(some).weights @ scales < other.weights @ scales
-    assert (one.spread[3:] < other.spread[3:]).all()
-    assert one.weights.sum() == pytest.approx(1.0)
+    agreed, other = Surrogate.of(plans_here, agreeing), Surrogate.of(plans_here, contradicting)
+    scales = np.arange(len(agreed.weights))
+    assert agreed.weights @ scales < Surrogate.of(plans_here).weights @ scales < other.weights @ scales
+    assert (agreed.spread[3:] < other.spread[3:]).all()
+    assert agreed.weights.sum() == pytest.approx(1.0)
 
 
 def test_plans_of_the_same_degrees_follow_a_measured_one_most(plans: Sequence[RankedPlan]) -> None:
-    some = two_cores(plans)
-    moved = Surrogate.of(some, [MeasuredPlan(at=2, step_s=1.2 * some[2].step_s)]).mean - Surrogate.of(some).mean
+    plans_here = two_cores(plans)
+    moved = (
+        Surrogate.of(plans_here, [MeasuredPlan(at=2, step_s=1.2 * plans_here[2].step_s)]).mean
+        - Surrogate.of(plans_here).mean
+    )
     assert moved[4] > moved[3] + 0.003 > moved[6]
     assert moved[0] == pytest.approx(moved[3])
 
@@ -167,16 +170,16 @@ def test_plans_of_the_same_degrees_follow_a_measured_one_most(plans: Sequence[Ra
 def test_a_plan_of_other_degrees_is_tried_after_two_that_contradict_each_other_and_found_to_be_the_best(
     plans: Sequence[RankedPlan],
 ) -> None:
-    some = two_cores(plans)
+    plans_here = two_cores(plans)
     trials: list[TunedTrial] = []
     for number in range(5):
-        at = tuning_state(some, trials).next
+        at = tuning_state(plans_here, trials).next
         assert at is not None
         _, _, measured_ms, spread = TWO_CORES[at]
         trials.append(trial(number, at, TrialResult(how="measured", step_s=measured_ms / 1000, spread=spread)))
-    best = tuning_state(some, trials).best
+    best = tuning_state(plans_here, trials).best
     assert best is not None
-    assert some[best.at].plan.pp == 2
+    assert plans_here[best.at].plan.pp == 2
 
 
 def test_the_plans_given_up_are_together_unlikely_to_hold_a_better_one(plans: Sequence[RankedPlan]) -> None:
@@ -273,7 +276,7 @@ def test_plans_that_are_as_far_apart_as_their_own_runs_are_run_again(plans: Sequ
     assert runs[0] == runs[1] == MAX_RUNS
     assert max(count for at, count in runs.items() if at not in truth) == 1
     own = [trial.result.step_s for trial in trials if trial.at == 0 and trial.result and trial.result.step_s]
-    middle = {one.at: one.step_s for one in view.measured}
+    middle = {measured.at: measured.step_s for measured in view.measured}
     assert middle[0] == pytest.approx(np.exp(np.mean(np.log(own))))
     assert view.best_s == min(middle.values())
 
@@ -356,7 +359,7 @@ def test_the_study_holds_all_and_another_program_goes_on(
         assert study.metric_names == ["seconds per sequence"]
     with opened(path) as storage:
         again = Tuning.joined(storage, problem, plans, name=None, about={"steps": "10"}).trials()
-        assert [(one.at, one.job, one.result and one.result.how) for one in again] == [
+        assert [(previous.at, previous.job, previous.result and previous.result.how) for previous in again] == [
             (3, "job of 3", None), (1, "", "oom"), (0, "", "measured"),
         ]  # fmt: skip
         named = Tuning.joined(storage, problem, plans, name="mine", about={"steps": "10"})
@@ -391,7 +394,7 @@ class Cluster:
         self.cancelled += names
 
     def folder(self, name: str) -> Path:
-        return next(one for one in self.started if one.name == name)
+        return next(job for job in self.started if job.name == name)
 
 
 ENDED, FAILED = JobStatus(state="ended", status=0), JobStatus(state="ended", status=1)
@@ -481,7 +484,7 @@ def test_every_way_to_end_is_a_result_with_its_reason_and_the_study_goes_on(
     assert [result.how for result in results if result] == [
         "measured", "oom", "failed", "failed", "failed", "failed", "lost", "timeout", "slower", "measured",
     ]  # fmt: skip
-    for one, said in zip(
+    for result, said in zip(
         results,
         [
             "", "CUDA out of memory", "not valid JSON", "No space left on device", "ended by signal 9",
@@ -489,8 +492,8 @@ def test_every_way_to_end_is_a_result_with_its_reason_and_the_study_goes_on(
         ],
         strict=True,
     ):  # fmt: skip
-        assert one is not None
-        assert said in one.reason
+        assert result is not None
+        assert said in result.reason
     assert cluster.cancelled == ["0007", "0008"]
     assert results[0] is not None
     assert results[0].step_s == pytest.approx(best_s)
@@ -556,7 +559,7 @@ def test_what_a_scheduler_did_to_a_job_is_told_apart(
         "oom", "timeout", "failed", "lost", "lost", "lost", "measured",
     ]  # fmt: skip
     assert all(
-        one.result and one.result.reason == f"{cause} (Slurm)" for one, cause in zip(trials, causes, strict=False)
+        ended.result and ended.result.reason == f"{cause} (Slurm)" for ended, cause in zip(trials, causes, strict=False)
     )
 
 
@@ -646,9 +649,9 @@ def test_plans_are_trained_here_and_the_best_is_written(tmp_path: Path) -> None:
     # The same again has nothing left to do, and starts nothing.
     again = tuned(tmp_path, "--trials", "1", "--out", "again.json", "--db", "runs.db", "--json")
     assert again.returncode == 0, again.stderr
-    held = json.loads(again.stdout)
-    assert [one["number"] for one in held["trials"]] == [0]
-    assert held["best"]["plan"] == json.loads((tmp_path / "best.json").read_text())["best"]["plan"]
+    study = json.loads(again.stdout)
+    assert [trial["number"] for trial in study["trials"]] == [0]
+    assert study["best"]["plan"] == json.loads((tmp_path / "best.json").read_text())["best"]["plan"]
 
 
 def test_a_killed_program_leaves_its_trial_running_and_the_next_one_follows_it(tmp_path: Path) -> None:

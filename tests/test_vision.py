@@ -243,13 +243,13 @@ def test_a_frozen_encoder_costs_less_and_none_least(qwen: ModelSpec) -> None:
 
 def test_images_cost_what_they_are(qwen: ModelSpec) -> None:
     plan = ParallelPlan(global_batch=16, micro_batch=1, dp_shard=8, sharding="zero3")
-    none, one, three = (
+    none, single, three = (
         _priced(replace(qwen, encoder=None), plan),
         _priced(qwen, plan, images=1),
         _priced(qwen, plan, images=3),
     )
-    assert three[0] > one[0] > none[0]
-    assert three[1] > one[1] > none[1]
+    assert three[0] > single[0] > none[0]
+    assert three[1] > single[1] > none[1]
 
 
 def test_the_encoder_stands_on_the_first_stage(qwen: ModelSpec) -> None:

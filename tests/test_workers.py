@@ -299,7 +299,7 @@ def test_fingerprints_tell_problems_apart_and_processes_agree(asked: tuple[Probl
     with FORK.Pool(1) as pool:
         assert pool.apply(fingerprint, ((problem, space.limits),)) == fingerprint((problem, space.limits))
     others = [replace(problem, reserve_bytes=1.0), replace(problem, model=replace(DENSE, num_layers=23))]
-    assert len({fingerprint((one, space)) for one in (problem, *others)}) == 3
+    assert len({fingerprint((item, space)) for item in (problem, *others)}) == 3
     assert fingerprint((problem, space)) != fingerprint((problem, replace(space, rules=space.rules[1:])))
     # Of a framework that cuts the model in a way of its own.
     cut = replace(space.limits, split=layers_per_stage)
@@ -344,8 +344,8 @@ def next_round(results: list[BlockResult]) -> tuple[Block, ...]:
 
 
 def outcome(block: Block) -> BlockOutcome:
-    one = CellOutcome(value=1.0, constraints={"memory": -1.0}, attributes={})
-    return BlockOutcome(findings=str(block.cells), cells=dict.fromkeys(block.cells, one))
+    outcome = CellOutcome(value=1.0, constraints={"memory": -1.0}, attributes={})
+    return BlockOutcome(findings=str(block.cells), cells=dict.fromkeys(block.cells, outcome))
 
 
 def ledger_on(storage: optuna.storages.BaseStorage, space: Space, **more: float) -> Ledger:
@@ -380,8 +380,8 @@ def test_a_worker_that_was_lost_while_it_put_up_a_round_is_replaced(asked: tuple
 def test_what_is_put_up_twice_is_priced_once(asked: tuple[Problem, Space]) -> None:
     storage, space = optuna.storages.InMemoryStorage(), asked[1]
     ledgers = [ledger_on(storage, space), ledger_on(storage, space)]
-    for one in ledgers:
-        one._enqueue(next_round([]))
+    for ledger in ledgers:
+        ledger._enqueue(next_round([]))
     priced: list[Block] = []
     price: Callable[[Block], BlockOutcome] = lambda block: priced.append(block) or outcome(block)  # noqa: E731
     assert found(ledgers[0], price) == EVERYTHING

@@ -97,10 +97,10 @@ def answer(commands: Commands, folder: Path) -> tuple[int, str]:
         return done.returncode, _trimmed(done.stdout)
     printed = ""
     for line in commands.lines:
-        one = run(folder, *shlex.split(line)[1:])
-        printed += _trimmed(one.stdout + one.stderr)
-        if one.returncode:
-            return one.returncode, printed
+        process = run(folder, *shlex.split(line)[1:])
+        printed += _trimmed(process.stdout + process.stderr)
+        if process.returncode:
+            return process.returncode, printed
     return 0, printed
 
 

@@ -64,7 +64,7 @@ class Expanded:
 
     def gather(self, group: Sequence[int], num_bytes: float) -> None:
         """Put on the edges from devices to the switch above all of them what is added up on the way."""
-        paths = [[*itertools.pairwise(self.path(("device", one), self.top))] for one in group]
+        paths = [[*itertools.pairwise(self.path(("device", device), self.top))] for device in group]
         common = set(paths[0]).intersection(*paths[1:])
         for edge in set().union(*paths) - common:
             self.carried[edge] += num_bytes

@@ -117,10 +117,10 @@ def train(rank: int, world: int, files: dict[str, str], folder: Path) -> dict[st
     plan.apply(model, model.layers, settings, plan.make_mesh(settings, "cpu"))
     model(data[rank : rank + 1]).mean().backward()
     found = {
-        name.replace("_checkpoint_wrapped_module.", ""): one.grad.full_tensor()
-        for name, one in model.named_parameters()
+        name.replace("_checkpoint_wrapped_module.", ""): parameter.grad.full_tensor()
+        for name, parameter in model.named_parameters()
     }
-    worst = max(float((found[name] - one.grad).abs().max()) for name, one in whole.named_parameters())
+    worst = max(float((found[name] - parameter.grad).abs().max()) for name, parameter in whole.named_parameters())
     torch.distributed.destroy_process_group()
     return {"worst": worst, "parameters": len(found)}
 

@@ -22,7 +22,7 @@ def main(what: str, count: int, pids: str) -> None:
     family = [subprocess.Popen(child), subprocess.Popen(child, start_new_session=True)] if pids else []
     if pids:
         with open(pids, "w") as stream:  # noqa: PTH123
-            stream.write(" ".join(str(one) for one in [os.getpid(), *(one.pid for one in family)]))
+            stream.write(" ".join(str(process) for process in [os.getpid(), *(process.pid for process in family)]))
     print(
         "[Rank 0] (after 2 iterations) memory (MB) | allocated: 1.0 | max allocated: 2048.0 | reserved: 1 |"
         " max reserved: 4096.0"

@@ -107,8 +107,8 @@ def _stages(config: Any, world: int, **groups: Any) -> list[int]:
         layout = config.pipeline_model_parallel_layout
         if layout is not None:
             size = config.pipeline_model_parallel_size
-            held = [layout.layout[rank][chunk] for chunk in range(chunks or 1) for rank in range(size)]
-            return [sum(kind.name == "decoder" for kind in chunk) for chunk in held]
+            chunks_by_rank = [layout.layout[rank][chunk] for chunk in range(chunks or 1) for rank in range(size)]
+            return [sum(kind.name == "decoder" for kind in chunk) for chunk in chunks_by_rank]
         counts = [
             get_num_layers_to_build(config, vp_stage=chunk, pp_rank=rank)
             for chunk in (range(chunks) if chunks else (None,))
@@ -208,9 +208,9 @@ def megatron_bridge(asked: dict[str, Any]) -> dict[str, Any]:
         path.write_text(asked["text"])
         config = runpy.run_path(str(path))["plan_config"]()
     for section in ("model", "train", "ddp", "optimizer", "dist", "tokenizer", "checkpoint"):
-        held = getattr(config, section)
-        declared = {name for kind in type(held).__mro__ for name in getattr(kind, "__dataclass_fields__", ())}
-        if phantoms := {name for name in vars(held) if not name.startswith("_")} - declared:
+        settings = getattr(config, section)
+        declared = {name for kind in type(settings).__mro__ for name in getattr(kind, "__dataclass_fields__", ())}
+        if phantoms := {name for name in vars(settings) if not name.startswith("_")} - declared:
             raise AttributeError(f"no fields of {section}: {sorted(phantoms)}")
     config = process_config_with_overrides(config, cli_overrides=["train.train_iters=7"])
     runtime_config_update(config)
@@ -223,8 +223,8 @@ def megatron_bridge(asked: dict[str, Any]) -> dict[str, Any]:
     sections = {"model": model, "train": config.train, "ddp": config.ddp, "optimizer": config.optimizer}
     made = {
         f"{section}.{name}": value
-        for section, held in sections.items()
-        for name, value in vars(held).items()
+        for section, settings in sections.items()
+        for name, value in vars(settings).items()
         if isinstance(value, _PLAIN)
     }
     return made | {"stages": stages, "data_parallel_size": config.data_parallel_size}

@@ -321,7 +321,7 @@ def plan_files(draw: st.DrawFn, *, zero_bubble: bool = False) -> PlanFile:
     dp = draw(st.sampled_from([1, 2, 4, 8]))
     moe = model.moe is not None
     sharding = draw(st.sampled_from(["none", "zero1", "zero1", "zero2", "zero3"]))
-    copies = dp if sharding == "none" else draw(st.sampled_from([one for one in (1, 2) if dp % one == 0]))
+    copies = dp if sharding == "none" else draw(st.sampled_from([count for count in (1, 2) if dp % count == 0]))
     overlaps = schedule in ("1f1b", "interleaved") and draw(st.booleans())
     layers: tuple[int, ...] | None = None
     if pp > 1 and draw(st.booleans()):

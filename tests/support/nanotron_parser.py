@@ -60,7 +60,7 @@ def made_of(world: int, text: str) -> dict[str, Any]:
             dtype=config.model.dtype,
             device=torch.device("meta"),
         )
-        blocks = [(name, one.rank) for name, one in model.named_modules() if isinstance(one, PipelineBlock)]
+        blocks = [(name, module.rank) for name, module in model.named_modules() if isinstance(module, PipelineBlock)]
         layers = [rank for name, rank in blocks if ".decoder." in name]
     finally:
         dist.destroy_process_group()

@@ -62,14 +62,14 @@ class Processor:
         answer = self._protos.TraceProcessorRpcStream()
         answer.ParseFromString(bytes(self._given))
         self._given.clear()
-        for one in answer.msg:
-            assert not one.fatal_error, one.fatal_error
-            assert not one.append_result.error, one.append_result.error
+        for message in answer.msg:
+            assert not message.fatal_error, message.fatal_error
+            assert not message.append_result.error, message.append_result.error
 
     def _start(self) -> None:
         engine, module = compiled()
         self._store = wasmtime.Store(engine)
-        imports = [wasmtime.Func(self._store, one.type, self._function(one.name)) for one in module.imports]
+        imports = [wasmtime.Func(self._store, item.type, self._function(item.name)) for item in module.imports]
         instance = wasmtime.Instance(self._store, module, imports)
         exports = instance.exports(self._store)
         self._memory = exports["memory"]

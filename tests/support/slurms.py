@@ -166,10 +166,10 @@ class RealSlurm:
 
 
 def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
+    with socket.socket() as first_socket, socket.socket() as other:
+        first_socket.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
-        return one.getsockname()[1], other.getsockname()[1]
+        return first_socket.getsockname()[1], other.getsockname()[1]
 
 
 def write_program(path: Path, lines: str) -> None:

@@ -57,7 +57,7 @@ def some_records(seed: int, count: int) -> list[Record]:
     ]
 
 
-def held(path: Path) -> list[Record]:
+def stored_records(path: Path) -> list[Record]:
     """Content of the SQLite file, in order; nothing where another process has yet to make it."""
     try:
         with open_store(str(path), writable=False) as store:

@@ -209,7 +209,7 @@ def prepare(folder: Path) -> Callable[[Any], Any]:
         if case == "flavors":
             return flavors()
         if "spread" in case:
-            return [spread(*one) for one in case["spread"]]
+            return [spread(*groups) for groups in case["spread"]]
         return check(case, Path(tempfile.mkdtemp(dir=folder)))
 
     return asked_of

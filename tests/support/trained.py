@@ -41,9 +41,9 @@ def plan_of(**axes: object) -> ParallelPlan:
 
 def assert_alike(tasks: list[Task]) -> None:
     tasks = [replace(task, model=replace(task.model, num_layers=_enough_layers(task.plan))) for task in tasks]
-    for one, check in zip(tasks, checks(tasks), strict=True):
+    for run, check in zip(tasks, checks(tasks), strict=True):
         assert isinstance(check, Deviation)
-        assert check.holds, (one.plan.describe(), check)
+        assert check.holds, (run.plan.describe(), check)
 
 
 def _enough_layers(plan: ParallelPlan) -> int:
