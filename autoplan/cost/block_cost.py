@@ -16,7 +16,6 @@ from autoplan.cost.collectives.expert_parallel import unpaired_share
 from autoplan.cost.kernels.memory_bound import KERNELS_BACKWARD
 from autoplan.cost.passes import SplitPass
 from autoplan.spec.blocks import Block
-from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ALL_LAYERS, PlanBatch
 
@@ -128,7 +127,7 @@ class Halves:
     @classmethod
     def of(
         cls,
-        framework: Framework,
+        unhidden: float,
         input_s: Floats,
         weight_s: Floats,
         states: SplitPass,
@@ -139,8 +138,8 @@ class Halves:
         inputs, weights = {"gemm": input_s}, {"gemm": weight_s}
         deferred_s = WEIGHT_LAUNCHES * (launch_s - wait_s)
         return cls(
-            inputs_late_s=finish(framework, inputs, states.input_gradient_s, launch_s - deferred_s, wait_s),
-            weights_late_s=finish(framework, weights, states.weight_gradient_s, deferred_s, 0.0 * wait_s),
+            inputs_late_s=finish(unhidden, inputs, states.input_gradient_s, launch_s - deferred_s, wait_s),
+            weights_late_s=finish(unhidden, weights, states.weight_gradient_s, deferred_s, 0.0 * wait_s),
             inputs_s=inputs,
             weights_s=weights,
         )
@@ -157,7 +156,7 @@ class Lags:
 
 
 def finish(
-    framework: Framework,
+    unhidden: float,
     terms: dict[str, Floats],
     traffic: Floats,
     launch: Floats,
@@ -166,15 +165,13 @@ def finish(
 ) -> Floats:
     """Return by how much a pass's launches outlast its run time on the device; add its exposed parameter traffic.
 
-    `copies` of activations to the host, or back, are exposed as far as they outlast all else: engines of their own make
-    them, and the link to the host carries both directions at once.  The term `launch` of the pass is set to the
-    unavoidable wait for the host.
+    `unhidden` is the share of the shorter of computation and traffic that shows.  `copies` of activations to the host,
+    or back, are exposed as far as they outlast all else: engines of their own make them, and the link to the host
+    carries both directions at once.  The term `launch` of the pass is set to the unavoidable wait for the host.
     """
     busy = add_up(terms.values())
     # The longer of computation and communication is exposed, and part of the shorter one (first unit, contention).
-    terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + framework.overlap.fsdp_unhidden_share * np.minimum(
-        traffic, busy
-    )
+    terms["fsdp_communication"] = np.maximum(traffic - busy, 0.0) + unhidden * np.minimum(traffic, busy)
     busy = busy + terms["fsdp_communication"]
     terms["activation_offload"] = np.maximum(copies - busy, 0.0)
     terms["launch"] = wait

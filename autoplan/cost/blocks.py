@@ -14,7 +14,7 @@ from autoplan.base.arrays import Bools, Floats, Rows, add_up
 from autoplan.cost.block_cost import BlockCost, Halves, Lags, finish, with_launches
 from autoplan.cost.collectives.context_parallel import context_parallel_s
 from autoplan.cost.collectives.expert_parallel import expert_parallel_s, shown_expert_parallel_s
-from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
+from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s, unhidden_share
 from autoplan.cost.collectives.tensor_parallel import (
     TensorParallelTimes,
     adapters_s,
@@ -305,7 +305,7 @@ def _block_cost(
     hiding_s: Floats,
     shared: SharedStates,
 ) -> tuple[BlockCost, Lags]:
-    framework, zeros = problem.framework, np.zeros(len(batch))
+    unhidden, zeros = unhidden_share(problem), np.zeros(len(batch))
     unit = unit_parameters(problem, batch, shape)
     ep, wait = zeros, Pass.none(len(batch))
     if block is Block.MOE:
@@ -321,18 +321,18 @@ def _block_cost(
         if not batch.splits_backward.any():
             return None
         input_s = add_up(terms.values()) + parts.split_s - parts.weight_s
-        return Halves.of(framework, input_s, parts.weight_s, states, launch_s, wait_s)
+        return Halves.of(unhidden, input_s, parts.weight_s, states, launch_s, wait_s)
 
     to_host_s = _offload_s(problem, batch, block, shape)
-    lag = finish(framework, forward, states.forward_s, host.forward_s, wait.forward_s, to_host_s)
+    lag = finish(unhidden, forward, states.forward_s, host.forward_s, wait.forward_s, to_host_s)
     wait_s = wait.backward_s + wait.forward_s * batch.repeats(RecomputeModule.MOE)
     apart = apart_again = halves(backward, host.backward_s, wait_s)
-    late = again_late = finish(framework, backward, states.backward_s, host.backward_s, wait_s, to_host_s)
+    late = again_late = finish(unhidden, backward, states.backward_s, host.backward_s, wait_s, to_host_s)
     repeat = dict.fromkeys(BLOCK_TERMS, zeros)
     if (batch.recompute == FULL).any():
         again_s = host.backward_s + _repeated_host_s(problem, batch, block, parts.is_whole)
         apart_again = halves(repeated, again_s, wait.total_s)
-        again_late = finish(framework, repeated, states.backward_s, again_s, wait.total_s, to_host_s)
+        again_late = finish(unhidden, repeated, states.backward_s, again_s, wait.total_s, to_host_s)
         repeat = _repeat_terms(parts, repeated, backward)
     cost = BlockCost(
         forward_s=forward,

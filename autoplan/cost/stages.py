@@ -10,7 +10,7 @@ from autoplan.base.arrays import Bools, Floats, Ints, Rows, add_up
 from autoplan.cost.block_cost import BlockCost
 from autoplan.cost.blocks import ahead_s, block_costs
 from autoplan.cost.collectives.pipeline_messages import message_s
-from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s
+from autoplan.cost.collectives.sharded_states import copied_states_s, sharded_states_s, unhidden_share
 from autoplan.cost.collectives.tensor_parallel import shared_scales_s, tensor_parallel_ends_s
 from autoplan.cost.dynamic_cp import over_degrees
 from autoplan.cost.kernels.measured_units import FORWARD_SHARE, SharedStates, action_s, embedding_s, shared_states
@@ -114,7 +114,7 @@ def _sharded_ends(problem: Problem, batch: PlanBatch, costs: MicroBatchCosts, pa
 
     The embedding is gathered first and reduced last, so nothing hides its traffic; the head's overlaps with the layers.
     """
-    none, shared, unhidden = np.zeros(len(batch)), costs.shared, problem.framework.overlap.fsdp_unhidden_share
+    none, shared, unhidden = np.zeros(len(batch)), costs.shared, unhidden_share(problem)
     embedding, head = (sharded_states_s(problem, batch, costs.links, unit).joined for unit in parameters)
     copies = [copied_states_s(problem, batch, unit) for unit in parameters]
     ends = Ends(embedding.plus(copies[0]), head.scaled(unhidden).plus(copies[1]))

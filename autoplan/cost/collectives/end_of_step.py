@@ -193,7 +193,7 @@ def shown_reduce_s(
     # The last bucket is ready only when the backward pass is over: it always shows, and is beside no other work.
     last_s = reduce_s[:, 0] / first.num_blocks
     exposed = np.maximum((late_s - slack).max(axis=1), last_s)
-    contention = contention_share(problem.timings, *_REDUCTIONS)
+    contention = contention_share(problem, *_REDUCTIONS)
     return exposed + contention * np.minimum(reduce_s[:, 0] - last_s, slack[:, 0] + hidden_s[:, 0])
 
 
@@ -215,7 +215,7 @@ def least_shown_s(problem: Problem, batch: PlanBatch, reduce_s: Floats, gather_s
     exposed.
     """
     last_bucket = 1.0 / np.maximum(most_blocks, 1)
-    contention = contention_share(problem.timings, *_REDUCTIONS)
+    contention = contention_share(problem, *_REDUCTIONS)
     hidden = reduce_s * (last_bucket + contention * (1.0 - last_bucket))
     gathers_early = batch.param_gather_overlap & problem.framework.overlap.param_gather_overlap
     reduction = np.where(_can_hide_reduction(problem, batch), hidden, reduce_s)

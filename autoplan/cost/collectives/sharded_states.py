@@ -10,6 +10,7 @@ from autoplan.base.arrays import Bools, Floats
 from autoplan.cost.collectives.collective import Collective, LinkTimes
 from autoplan.cost.kernels.measured import host_copy_s
 from autoplan.cost.kernels.memory_bound import KERNEL_START_S, memory_bound_s
+from autoplan.cost.network.links import usual_contention_share
 from autoplan.cost.network.process_groups import process_groups
 from autoplan.cost.parameters import UnitParameters
 from autoplan.cost.passes import Pass, SplitPass
@@ -189,6 +190,11 @@ def _host_copies_s(
         host_copy_s(problem, "copy_from_host", fetched, fetched / link),
         host_copy_s(problem, "copy_to_host", sent, sent / link) + added_s,
     )
+
+
+def unhidden_share(problem: Problem) -> float:
+    """Share of the shorter of computing and gathering sharded states that does not hide behind the longer."""
+    return max(problem.framework.overlap.fsdp_unhidden_share, usual_contention_share(problem))
 
 
 def copied_states_s(problem: Problem, batch: PlanBatch, parameters: UnitParameters) -> Pass:

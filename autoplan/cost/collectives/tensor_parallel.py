@@ -243,7 +243,7 @@ def tensor_parallel_s(
     overlapped_s = (
         np.minimum(reduce + meeting, columns_s) if framework.overlap.tp_reduce_overlap else np.zeros_like(reduce)
     )
-    contention = contention_share(problem.timings, "reduce_scatter", "all_reduce")
+    contention = contention_share(problem, "reduce_scatter", "all_reduce")
     plain = forward + meetings, gather + reduce + meetings - (1.0 - contention) * overlapped_s
     if framework.overlap.tp_overlap_pieces:
         pieces = _in_pieces_s(problem, batch, shape, alone, kernels)
@@ -323,7 +323,7 @@ def tensor_parallel_ends_s(problem: Problem, batch: PlanBatch, links: LinkTimes,
         loss = logits.seconds(links) + meeting
     tables, heads = int(has_table), int(has_head) * (1 + problem.model.num_mtp_layers)
     overlapped_s = np.minimum(heads * reduce, head_weight_s) if problem.framework.overlap.tp_reduce_overlap else none
-    contention = contention_share(problem.timings, "reduce_scatter", "all_reduce")
+    contention = contention_share(problem, "reduce_scatter", "all_reduce")
     return Ends(
         Pass(tables * reduce, tables * gather),
         Pass(heads * (gather + loss), heads * reduce - (1.0 - contention) * overlapped_s),
