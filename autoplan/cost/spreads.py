@@ -7,7 +7,7 @@ the user's own runs have the spread of these runs instead.
 
 What makes a run hard to predict makes it slower, not faster: all factors but `BOTH_SIDES` widen the upper side alone.
 Whether a framework, generation, precision, block or size has been measured before changes these errors by too little to
-be seen in 1,400 runs (`docs/accuracy.md`), so it decides only whether one's own runs speak for a plan.
+be seen in 1,500 runs (`docs/accuracy.md`), so it decides only whether one's own runs speak for a plan.
 """
 
 from __future__ import annotations
