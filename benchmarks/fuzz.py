@@ -6,8 +6,9 @@ Files that are shipped, that `export` writes, that the tests hold and those of t
 and filled with values that break parsers; random bytes come beside them.  Databases are changed as the statements that
 make them, and byte by byte.  Whatever reads such a file reads it, and what is read is used (`fuzz_subjects.py`): a
 cluster becomes a topology, a model is priced, a plan file explained; lists of words are command lines.  A file that
-makes one raise anything but an error of one line, hang, take gigabytes, and of launch files start a process, open a
-connection, run text as a program or touch a file is kept in the output folder, and the exit status is 1.
+makes one raise anything but an error of one line, hang, take a gibibyte, write outside of the folder that it runs in,
+and of launch files start a process, open a connection, run text as a program or touch a file is kept in the output
+folder, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ import autoplan
 from autoplan.base.errors import AutoplanError
 from autoplan.base.files import write_text
 
-LONGEST_S = 20.0  # of the processor, that reading one file may take
-MAX_BYTES = 8 * 2**30  # of address space
+LONGEST_S = 10.0  # of the processor, that reading one file may take
+MAX_ADDRESSES_BYTES = 8 * 2**30  # of address space
+MAX_RESIDENT_BYTES = 2**30  # of memory, at any time
 LONGEST_MESSAGE = 1500  # characters
 NASTY = (
     "", "0", "-1", "1e999", "-0.0", "nan", ".nan", ".inf", "1" * 5000, "0x" + "f" * 5000, "99999999999999999999",
@@ -58,6 +60,9 @@ FORBIDDEN = re.compile(
 )
 
 
+CHANGES_FOLDERS = ("os.mkdir", "os.remove", "os.rename", "os.rmdir")  # their last argument: an open folder, or -1
+
+
 class Forbidden(BaseException):
     """Deed of a reader beside reading; no `except Exception` of a reader can hide it."""
 
@@ -65,15 +70,16 @@ class Forbidden(BaseException):
 class Guard:
     """Sees what the process does while a reader runs."""
 
-    def __init__(self) -> None:
-        self.watches = False
+    def __init__(self, scratch: Path) -> None:
+        self.watches, self.is_strict = False, False
+        self.scratch = str(scratch.resolve())
         sys.addaudithook(self._saw)
 
     @contextmanager
     def watching(self, is_strict: bool = True) -> Iterator[None]:
-        """Watch for a limited time; where `is_strict`, nothing but reading happens inside."""
+        """Watch for a limited time; where `is_strict`, nothing but reading happens, else writing in `scratch` too."""
         signal.setitimer(signal.ITIMER_PROF, LONGEST_S)
-        self.watches = is_strict
+        self.watches, self.is_strict = True, is_strict
         try:
             yield
         finally:
@@ -83,17 +89,26 @@ class Guard:
     def _saw(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self.watches:
             return
+        writes = event == "sqlite3.connect" or (event in CHANGES_FOLDERS and arguments[-1] == -1)
         if event == "open":
             path, mode, flags = (*arguments, None, None, None)[:3]
             writes = any(letter in str(mode or "") for letter in "wax+") or (flags or 0) & (os.O_WRONLY | os.O_RDWR)
-            if writes or not str(path).startswith(OWN):
+            if self.is_strict and (writes or not str(path).startswith(OWN)):
                 raise Forbidden(f"opened {path!r} ({mode or flags})")
+        if not self.is_strict:
+            if writes and not isinstance(arguments[0], int) and not self._is_inside(os.fsdecode(arguments[0])):
+                raise Forbidden(f"{event} of {arguments[0]!r}, outside of the folder that it runs in")
         elif event == "exec":
             name = getattr(arguments[0], "co_filename", "")
             if name.startswith("<") and sys._getframe(1).f_globals.get("__name__") not in ANNOTATES:
                 raise Forbidden(f"ran a program from {name}")
         elif FORBIDDEN.fullmatch(event):
             raise Forbidden(f"{event} {arguments!r:.200}")
+
+    def _is_inside(self, path: str) -> bool:
+        """Whether a path leads into the folder of scratch files, or to a device."""
+        place = os.path.realpath(path.removeprefix("file:").partition("?")[0])
+        return place.startswith((self.scratch, "/dev/", "/proc/")) or path == ":memory:"
 
 
 def mutated(seed: Seed, seeds: Sequence[Seed], dice: random.Random) -> str:
@@ -164,6 +179,26 @@ def answer(subject: Subject, guard: Guard, file: Seed) -> str:
         return "refused"
 
 
+def _peak_bytes() -> int:
+    """Return the most memory that this process, or one that it waited for, has taken."""
+    return 1024 * max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+@contextmanager
+def home(folder: str) -> Iterator[None]:
+    """Make a folder the place of the user's files and of temporary ones for a while."""
+    before = dict(os.environ)
+    for name in [name for name in before if name.startswith("XDG_")]:
+        del os.environ[name]
+    os.environ["HOME"] = tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        tempfile.tempdir = None
+
+
 def _out_of_time(number: int, frame: FrameType | None) -> None:
     raise Forbidden(f"took the processor longer than {LONGEST_S:g} s")
 
@@ -172,14 +207,15 @@ def fuzz(seconds: float, seed: int, only: str, folders: Sequence[Path], out: Pat
     """Fuzz what reads files for so many seconds of the processor; return the number of wrong files, kept in `out`."""
     os.environ["HF_HUB_OFFLINE"] = "1"  # no model is looked for by a random name
     signal.signal(signal.SIGPROF, _out_of_time)
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
-    seeds, dice, guard = [*exports(), *examples(folders)], random.Random(seed), Guard()
-    with tempfile.TemporaryDirectory() as folder:
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_ADDRESSES_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    seeds, dice = [*exports(), *examples(folders)], random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder, home(folder):
+        guard = Guard(Path(folder))
         found = [*launch_subjects(seeds, dice), *file_subjects(Path(folder))]
         subjects = [subject for subject in found if only in subject.name]
         counts: dict[str, Counter[str]] = defaultdict(Counter)
         slowest: dict[str, float] = defaultdict(float)
-        wrong, end = set[str](), time.process_time() + seconds
+        wrong, end, peak_bytes = set[str](), time.process_time() + seconds, _peak_bytes()
         while time.process_time() < end:
             subject = dice.choice(subjects)
             own = subject.seeds or seeds
@@ -188,6 +224,9 @@ def fuzz(seconds: float, seed: int, only: str, folders: Sequence[Path], out: Pat
             began = time.process_time()
             try:
                 outcome = answer(subject, guard, file)
+                peak_bytes, before = _peak_bytes(), peak_bytes
+                if peak_bytes > max(MAX_RESIDENT_BYTES, before):
+                    raise MemoryError(f"it took {peak_bytes / 2**20:.0f} MiB")
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
@@ -201,7 +240,7 @@ def fuzz(seconds: float, seed: int, only: str, folders: Sequence[Path], out: Pat
                     print(f"{kind}: {error!s:.300}\n  kept as {kept}", file=sys.stderr)
             counts[subject.name][outcome] += 1
             slowest[subject.name] = max(slowest[subject.name], time.process_time() - began)
-    print(f"{len(seeds)} launch files to start from, seed {seed}, {seconds:g} s")
+    print(f"{len(seeds)} launch files to start from, seed {seed}, {seconds:g} s, {peak_bytes / 2**20:.0f} MiB at most")
     for name, count in sorted(counts.items()):
         summary = ", ".join(f"{number} {what}" for what, number in sorted(count.items()))
         print(f"{name}: {count.total()} files, {summary}; slowest {1e3 * slowest[name]:.0f} ms")

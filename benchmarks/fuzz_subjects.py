@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, closing, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shutil import copy, copytree, rmtree
 
 import autoplan
 from autoplan.api.plan_files import make_plan_file
@@ -42,7 +43,7 @@ from autoplan.readers.huggingface import model_types
 from autoplan.readers.lengths import load_lengths
 from autoplan.readers.mixed_cluster import load_parts
 from autoplan.readers.model import load_model
-from autoplan.runs.predictions import predict_runs
+from autoplan.runs.predictions import predict_runs, prediction_table
 from autoplan.search.ranking import ranked
 from autoplan.spec.enums import ContextParallelKind, Recompute, Schedule, Sharding
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -240,7 +241,9 @@ def file_subjects(scratch: Path) -> Iterator[Subject]:
     journals = [Seed("study.log", journal(scratch / "study.log"))]
     yield subject("journal of a study", journals, join_search)
     commands = [Seed("words", "\n".join(line.split())) for line in sample("commands.txt").text.splitlines()]
-    yield subject("command line", commands, run_command)
+    workplace = scratch / "files"
+    fill_workplace(workplace, databases[0].text)
+    yield subject("command line", commands, lambda path: run_command(path, workplace))
     yield subject("sample lengths", list(sample_lengths()), lambda path: load_lengths(str(path)))
     records = [Seed("records.jsonl", "\n".join(exchange_lines(scratch)))]
     yield subject("timing records", records, lambda path: add_records(path, scratch))
@@ -406,11 +409,47 @@ def add_records(path: Path, scratch: Path) -> None:
             left.unlink()
 
 
-def run_command(path: Path) -> None:
-    """Run a command line in the folder of its file; its error is the last line that it prints."""
-    err = io.StringIO()
-    with chdir(path.parent), redirect_stdout(io.StringIO()), redirect_stderr(err):
-        arguments, sys.argv = sys.argv, ["autoplan", *path.read_text(errors="replace").split("\n")]
+def fill_workplace(folder: Path, timings_sql: str) -> None:
+    """Make a folder with a file of each kind that command lines name."""
+    logs = folder / "logs" / "first"
+    logs.mkdir(parents=True)
+    task = "search llama3-8b --cluster h100-sxm:1x8 --global-batch 64 --seq-len 4096"
+    for line in (
+        f"{task} --out plan.json",
+        f"{task} --forbid sp --out other.json",
+        "export plan.json --to megatron-lm --out . --force",
+    ):
+        _run_words(line.split(), folder, io.StringIO())
+    copy(folder / "launch.sh", logs)
+    for place in (folder, logs):
+        copy(DATA / "samples" / "training.log", place)
+    copy(DATA / "samples" / "nccl_tests.txt", folder)
+    copy(DATA / "topology" / "dgx-a100.txt", folder)
+    copy(shipped("calibrations")["nemo-hopper"], folder / "h100.toml")
+    copy(shipped("models")["llama3-8b"], folder / "model.toml")
+    copy(shipped("clusters")["h100-sxm"], folder / "cluster.toml")
+    runs = DATA / "samples" / "runs.csv"
+    copy(runs, folder)
+    (folder / "predictions.csv").write_text(prediction_table(predict_runs(runs, None)))
+    (folder / "lengths.csv").write_text(next(sample_lengths()).text)
+    for name in ("timings.db", "copy.db"):
+        with closing(sqlite3.connect(folder / name)) as database:
+            database.executescript(timings_sql)
+
+
+def run_command(path: Path, workplace: Path) -> None:
+    """Run a command line in a copy of the workplace; its error is the last line that it prints."""
+    err, folder = io.StringIO(), path.parent / "below" / "here"
+    copytree(workplace, folder)
+    try:
+        _run_words(path.read_text(errors="replace").split("\n"), folder, err)
+    finally:
+        rmtree(folder.parent)
+
+
+def _run_words(words: Sequence[str], folder: Path, err: io.StringIO) -> None:
+    with chdir(folder), redirect_stdout(io.StringIO()), redirect_stderr(err):
+        arguments, sys.argv = sys.argv, ["autoplan", *words]
         try:
             main()
         except SystemExit as left:

@@ -25,7 +25,7 @@ SINS = """
 import os, sys
 sys.path.insert(0, os.path.dirname(sys.argv[1]))
 import fuzz
-guard = fuzz.Guard()
+guard = fuzz.Guard(fuzz.Path.cwd() / "inside")
 sins = {
     "a file": lambda: open("pwned", "w"),
     "a file that is read": lambda: open("/etc/hostname"),
@@ -41,6 +41,13 @@ for name, sin in sins.items():
     except fuzz.Forbidden:
         continue
     sys.exit(f"{name} was not seen")
+for name, sin in (("a file", sins["a file"]), ("a folder", sins["a folder"])):
+    try:
+        with guard.watching(is_strict=False):
+            sin()
+    except fuzz.Forbidden:
+        continue
+    sys.exit(f"{name} outside of the folder was not seen")
 for given in ("read", "refused", "two lines"):
     def read(file, kind=given):
         if kind != "read":

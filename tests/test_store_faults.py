@@ -258,6 +258,7 @@ def test_a_damaged_file_is_said_to_be_so(tmp_path: Path, kind: str) -> None:
     [
         ("UPDATE autoplan_schema SET version_num = 'x'", r"is damaged: .* \(its schema is 'x'\)"),
         ("UPDATE autoplan_schema SET version_num = '0'", r"is damaged: .* \(its schema is '0'\)"),
+        ("INSERT INTO autoplan_schema VALUES ('4')", r"is damaged: .* \(its schema is '5, 4'\)"),
         ("UPDATE fingerprints SET content = x''", "holds a fingerprint that cannot be read"),
         ("UPDATE records SET fingerprint_id = 7", r"is damaged: .* \(it has no machine 7\)"),
         ("UPDATE records SET kernel = x'ff'", "holds bytes instead of text"),

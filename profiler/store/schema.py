@@ -120,10 +120,11 @@ def stored_schema(connection: Connection, name: str) -> int:
     """Return the schema version of the database `name`; 0 if it has none."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return 0
-    row = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).first()
-    if row is not None and not re.fullmatch("[1-9][0-9]{0,8}", str(row[0])):
-        raise StoreError(f"{name} {DAMAGED} (its schema is {str(row[0])[:40]!r})")
-    return 0 if row is None else int(row[0])
+    rows = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).all()
+    version = ", ".join(str(row[0]) for row in rows)  # several rows name no version
+    if rows and not re.fullmatch("[1-9][0-9]{0,8}", version):
+        raise StoreError(f"{name} {DAMAGED} (its schema is {version[:40]!r})")
+    return int(version) if rows else 0
 
 
 def check_schema(schema: int, name: str) -> None:
