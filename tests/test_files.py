@@ -17,7 +17,17 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import MAX_BYTES, check_target, decode, read_table, read_text, write_folder, write_text
+from autoplan.base.files import (
+    MAX_BYTES,
+    check_target,
+    decode,
+    of_user,
+    own_folder,
+    read_table,
+    read_text,
+    write_folder,
+    write_text,
+)
 from autoplan.base.json_schema import schema
 from autoplan.base.units import FILE_UNITS
 from autoplan.frameworks.presets import framework_schema
@@ -125,6 +135,12 @@ def test_all_wrong_keys_are_named_at_once_and_so_are_all_wrong_values() -> None:
     assert "network.kind must be one of infiniband" in message
     assert "nic_gb_per_s '50GB': write a number with its unit, such as 900GB/s or 400Gb/s in network" in message
     assert "memory_gib must be a positive finite number, got 0 in host" in message
+
+
+def test_of_many_faults_the_first_are_named_and_the_others_counted() -> None:
+    levels = [{**CLUSTER["levels"][0], "bandwidth_gb_per_s": "fast " * 8, "num_devices": -1}] * 40
+    assert re.search(r"; and \d\d faults more$", message := refusal(ClusterSpec, {**CLUSTER, "levels": levels}))
+    assert len(message) < 1500
 
 
 @pytest.mark.parametrize("key", ["name", "memory_gib", "peak_tflops"])
@@ -629,6 +645,20 @@ def test_a_pipe_is_refused_even_with_force(tmp_path: Path) -> None:
                 write_text(target, "{}", force=force)
     assert stat.S_ISFIFO(path.stat().st_mode)
     assert names(tmp_path) == ["pipe"]
+
+
+def test_a_home_folder_that_does_not_exist_is_an_input_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match=r"~nobody-here/timings\.db: there is no such home folder"):
+        of_user("~nobody-here/timings.db")
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(InputError, match="this user has no home folder to keep autoplan's data in"):
+        own_folder("data")
 
 
 def test_a_link_keeps_pointing_to_the_file_that_is_written(tmp_path: Path) -> None:

@@ -10,16 +10,15 @@ import re
 import tempfile
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from importlib import resources
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from autoplan.base.errors import InputError
 from autoplan.base.names import close_names
-from autoplan.base.units import MAX_TEXT, bare_key, counted, file_keys, file_units, listed
+from autoplan.base.units import bare_key, file_keys, file_units, first_faults, listed
 from autoplan.base.value_faults import (
     dataclass_inside,
     number_inside,
@@ -57,8 +56,35 @@ def read_text(path: Path, *, most_bytes: int = MAX_BYTES) -> str:
         raise InputError(f"{path}: cannot be read: {error}") from None
 
 
+def exists(path: Path) -> bool:
+    """Return whether there is anything at `path`; False for inaccessible paths and impossible names."""
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # for example too long for a file name, or with a null byte
+        return False
+
+
+def of_user(text: str) -> Path:
+    """Return the path of a text in which ~ or ~NAME stands for a home folder; raises InputError if there is none."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise InputError(f"{text}: there is no such home folder: write the whole path") from None
+
+
+def own_folder(kind: Literal["data", "cache"]) -> Path:
+    """Return the folder for autoplan's own files of this user; raises InputError for a user without a home folder."""
+    from platformdirs import user_cache_path, user_data_path
+
+    with suppress(RuntimeError):
+        path = (user_data_path if kind == "data" else user_cache_path)("autoplan", appauthor=False)
+        if path.is_absolute():  # platformdirs before 4.14 answers ~/...
+            return path
+    raise InputError(f"this user has no home folder to keep autoplan's {kind} in: set HOME to a folder")
+
+
 def is_file(path: Path) -> bool:
-    """Return whether `path` is an existing file; False for inaccessible paths and impossible names."""
+    """Return whether `path` is an existing file; False in the same cases as `exists`."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -66,7 +92,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether `path` is an existing folder; False in the same cases as `is_file`."""
+    """Return whether `path` is an existing folder; False in the same cases as `exists`."""
     try:
         return path.is_dir()
     except (OSError, ValueError):
@@ -162,7 +188,7 @@ def decode(kind: type[T], table: dict[str, Any], where: str) -> T:
     except RecursionError:
         raise InputError(f"{where}: nested too deeply") from None
     except msgspec.ValidationError:
-        raise InputError(f"{where}: {'; '.join(value_faults(kind, fields, kind, '$', written))}") from None
+        raise InputError(f"{where}: {first_faults(value_faults(kind, fields, kind, '$', written))}") from None
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
 
@@ -255,15 +281,8 @@ def to_fields(
     if unknown or missing:
         found.append(_key_faults(unknown, missing, hints, path))
     if found and faults is None:
-        raise InputError(_first_of(found))
+        raise InputError(first_faults(found))
     return fields
-
-
-def _first_of(faults: Sequence[str]) -> str:
-    """Return the first faults of a file in one message of at most about `MAX_TEXT` characters, and count the others."""
-    num_shown = max(sum(length <= MAX_TEXT for length in accumulate(map(len, faults))), 1)
-    more = f"; and {counted(len(faults) - num_shown, 'fault')} more" if len(faults) > num_shown else ""
-    return "; ".join(faults[:num_shown]) + more
 
 
 def _field_of(key: str, hints: Collection[str]) -> tuple[str | None, float | None]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 
 from autoplan.base.errors import InputError, OutOfRangeError
 
@@ -163,6 +163,13 @@ def listed(words: Iterable[str]) -> str:
     all_words = list(words)
     more = f" and {len(all_words) - MAX_LISTED} more" if len(all_words) > MAX_LISTED else ""
     return ", ".join(cleaned(word)[:60] for word in all_words[:MAX_LISTED]) + more
+
+
+def first_faults(faults: Sequence[str]) -> str:
+    """Return the first faults of a file in one message of at most about `MAX_TEXT` characters, and count the others."""
+    num_shown = max(sum(length <= MAX_TEXT for length in accumulate(map(len, faults))), 1)
+    more = f"; and {counted(len(faults) - num_shown, 'fault')} more" if len(faults) > num_shown else ""
+    return "; ".join(faults[:num_shown]) + more
 
 
 def counted(number: int, noun: str) -> str:

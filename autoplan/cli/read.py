@@ -10,7 +10,7 @@ import typer
 import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError
-from autoplan.base.files import write_text
+from autoplan.base.files import exists, is_folder, write_text
 from autoplan.base.units import counted, format_percent, format_seconds
 from autoplan.cli.inputs import check_outputs, is_typed, url_with_password
 from autoplan.cli.options import AsOption, DbOption, ForceOption, OptionalSeqLenOption, SetOption, whole_number
@@ -71,7 +71,8 @@ def read(
     from autoplan.frameworks.logs import is_log
     from autoplan.profiler.imports.traces import is_trace
 
-    kind = "traces" if files[0].is_dir() or is_trace(files[0]) else "logs" if out is None and is_log(files[0]) else None
+    is_traced = is_folder(files[0]) or is_trace(files[0])
+    kind = "traces" if is_traced else "logs" if out is None and is_log(files[0]) else None
     if kind and any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):
         accepted = "--plan, --db, --out" if kind == "traces" else "--plan, --db"
         raise InputError(
@@ -88,7 +89,7 @@ def read(
     if kind == "logs":
         _print_log(api.traces.read_log(files, plan=plan, db=url_with_password(context, url)), json=json)
         return
-    if files[0].exists() and (len(files) > 1 or plan is not None or out is not None):
+    if exists(files[0]) and (len(files) > 1 or plan is not None or out is not None):
         raise InputError(
             f"{files[0]}: neither a trace of torch's profiler nor a log: give one launch file, without --plan and --out"
         )

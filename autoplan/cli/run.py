@@ -11,6 +11,7 @@ import typer
 import autoplan
 from autoplan import api
 from autoplan.base.errors import InputError
+from autoplan.base.files import exists
 from autoplan.cli.inputs import check_output, url_with_password
 from autoplan.cli.options import CommandOption, ForceOption, LogToOption, PlanArgument, QuietOption, whole_number
 from autoplan.cli.remarks import say
@@ -135,7 +136,7 @@ def _check_words(program: list[str] | None, data: str | None, *, command: bool, 
 
 def _check_outputs(traces: Path | None, out: Path | None, log_to: str | None, *, force: bool) -> None:
     """Raise InputError for outputs that cannot be written."""
-    if traces is not None and traces.exists() and not force:
+    if traces is not None and exists(traces) and not force:
         raise InputError(f"{traces} exists: name another folder, or pass --force")
     if out is not None:
         check_output(out, force=force)

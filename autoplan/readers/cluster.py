@@ -13,6 +13,7 @@ from autoplan.base.files import decode, is_file, read_table, shipped, to_fields
 from autoplan.base.hostlist import expand_hosts
 from autoplan.base.json_schema import schema
 from autoplan.base.names import suggestion
+from autoplan.base.units import first_faults
 from autoplan.base.values import parse_count
 from autoplan.readers.device import DATASHEET, based_on, device_schema, device_table, preset_devices
 from autoplan.topology.cluster import MAX_DEVICES, ClusterSpec, DeviceSpec, LinkLevel
@@ -195,7 +196,7 @@ def _check_keys(table: dict[str, Any], device: dict[str, Any], where: str) -> No
     except InputError as error:
         raise InputError(f"{where}: {error}") from None
     if faults:
-        raise InputError(f"{where}: {'; '.join(faults)}")
+        raise InputError(f"{where}: {first_faults(faults)}")
 
 
 def _completed(table: dict[str, Any], device: str | dict[str, Any], where: str) -> dict[str, Any]:

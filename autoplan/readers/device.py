@@ -16,7 +16,7 @@ from autoplan.base.errors import InputError
 from autoplan.base.files import decode, read_table, shipped, to_fields
 from autoplan.base.json_schema import schema
 from autoplan.base.names import suggestion
-from autoplan.base.units import file_keys
+from autoplan.base.units import file_keys, first_faults
 from autoplan.base.value_faults import fault_of_text, type_hints
 from autoplan.topology.cluster import DeviceSpec
 
@@ -121,7 +121,7 @@ def _datasheet_of(table: dict[str, Any], where: str) -> dict[str, Any]:
         elif not _is_number(value):
             faults.append(f"{key} must be a positive number, got {table[key]!r}")
     if faults:
-        raise InputError(f"{where}: {'; '.join(faults)}")
+        raise InputError(f"{where}: {first_faults(faults)}")
     return datasheet
 
 

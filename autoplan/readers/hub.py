@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import MAX_BYTES, is_file, refused_writes, write_text
+from autoplan.base.files import MAX_BYTES, is_file, of_user, own_folder, refused_writes, write_text
 
 HUB_NAME = re.compile(r"(?!\.+/)[\w.-]+/(?!\.+$)[\w.-]+", re.ASCII)  # no path such as ../x
 _TIMEOUT_S = 10.0
@@ -25,7 +25,7 @@ def config_url(name: str) -> str:
 
 def cached_config(name: str) -> Path | None:
     """Return the config.json of ORG/NAME in the hub's cache, of its main revision or the newest, if any."""
-    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    home = of_user(os.environ.get("HF_HOME", "~/.cache/huggingface"))
     folder = Path(os.environ.get("HF_HUB_CACHE", home / "hub")) / _folder_name(name)
     try:
         main = [(folder / "refs" / "main").read_text("utf-8").strip()]
@@ -41,9 +41,7 @@ def cached_config(name: str) -> Path | None:
 
 def kept_config(name: str) -> Path:
     """Return the config.json of ORG/NAME, which is downloaded once and kept; raises InputError if it cannot be had."""
-    from platformdirs import user_cache_path
-
-    path = user_cache_path("autoplan", appauthor=False) / "hub" / _folder_name(name) / "config.json"
+    path = own_folder("cache") / "hub" / _folder_name(name) / "config.json"
     if is_file(path):
         return path
     text = _download(name)

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from autoplan.base.errors import InputError
-from autoplan.base.files import decode, is_file, is_folder, read_table, shipped
+from autoplan.base.files import decode, exists, is_file, is_folder, read_table, shipped
 from autoplan.base.names import close_names
 from autoplan.readers.hub import HUB_NAME, cached_config, config_url, kept_config
 from autoplan.readers.huggingface import read_huggingface
@@ -26,7 +26,7 @@ def load_model(text: str) -> ModelSpec:
     if name in shipped("models"):
         return _preset(name)
     path = Path(text)
-    if path.suffix in (".toml", ".json") or _exists(path):
+    if path.suffix in (".toml", ".json") or exists(path):
         return _from_path(path)
     if preset := find_preset(text):
         return preset
@@ -91,13 +91,6 @@ def _aliases() -> dict[str, str]:
     """Return the presets by their aliases, in lower case."""
     tables = {preset: read_table(path) for preset, path in shipped("models").items()}
     return {alias.casefold(): preset for preset, table in tables.items() for alias in table.get("aliases", ())}
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # too long for a file name, or with a null byte
-        return False
 
 
 @cache

@@ -17,6 +17,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from autoplan.base.errors import InputError, NoStoreError, StoreError
+from autoplan.base.files import of_user, own_folder
 from autoplan.base.urls import is_url, redact_url
 from autoplan.profiler.store.schema import DAMAGED, SCHEMA, check_schema, may_migrate, migrate, stored_schema
 
@@ -104,7 +105,7 @@ def open_database(url: str | None, *, writable: bool, creates: bool) -> Database
     if "://" in text or redact_url(text) != text:
         database = _server_or_file(text, writable=writable, creates=creates)
     else:
-        database = _sqlite(Path(text).expanduser(), writable=writable, creates=creates)
+        database = _sqlite(of_user(text), writable=writable, creates=creates)
     try:
         with database.reading() as connection:
             schema = stored_schema(connection, database.name)
@@ -122,9 +123,7 @@ def open_database(url: str | None, *, writable: bool, creates: bool) -> Database
 
 def default_path() -> Path:
     """Return the path of the user's own timings."""
-    from platformdirs import user_data_path
-
-    return user_data_path("autoplan", appauthor=False) / "timings.db"
+    return own_folder("data") / "timings.db"
 
 
 def _server_or_file(text: str, *, writable: bool, creates: bool) -> Database:

@@ -11,6 +11,7 @@ import numpy as np
 
 from autoplan.base.arrays import Bools
 from autoplan.base.errors import InputError
+from autoplan.base.units import first_faults
 from autoplan.spec.axes import AXIS, words_of
 from autoplan.spec.axis import Axis, Kind, Needs, Value
 from autoplan.spec.enums import Precision
@@ -167,4 +168,4 @@ def check_legal(
     """Raise an error if a plan breaks a rule on the devices that it needs; the message starts with `beginning`."""
     workload = Workload(model=model, training=training, num_devices=plan.num_devices)
     if problems := broken(rules, workload, plan):
-        raise InputError(f"{beginning}: {'; '.join(problems)}")
+        raise InputError(f"{beginning}: {first_faults(problems)}")
