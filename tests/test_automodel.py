@@ -27,6 +27,7 @@ RECIPE: dict[str, Any] = {
     "model": {
         "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
         "pretrained_model_name_or_path": "Qwen/Qwen3-30B-A3B",
+        "backend": {"rms_norm": "te"},
     },
     "packed_sequence": {"packed_sequence_size": 4096},
     "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-4},
@@ -185,6 +186,7 @@ def test_what_is_not_known_is_listed() -> None:
         "loss_fn._target_",
         *(
             "model.backend.attn",
+            "model.backend.rms_norm",
             "model.backend.rope_fusion",
             "optimizer._target_",
             "distributed.enable_compile",
@@ -194,9 +196,9 @@ def test_what_is_not_known_is_listed() -> None:
     }
 
 
-@pytest.mark.parametrize(("word", "dispatcher"), [(None, "deepep"), ("deepep", "deepep"), ("torch", "alltoall")])
+@pytest.mark.parametrize(("word", "dispatcher"), [(None, "deepep"), ("deepep", "deepep"), ("torch", "allgather")])
 def test_tokens_go_by_the_dispatcher_of_the_backend(word: str | None, dispatcher: str) -> None:
-    backend = {"backend": {"dispatcher": word}} if word else {}
+    backend = {"backend": {"rms_norm": "te", "dispatcher": word}} if word else {}
     launch = of(distributed={"ep_size": 8}, model=backend)
     assert launch.plan.dispatcher == dispatcher
     assert matters(launch) == ({"model.backend.dispatcher"} if word == "torch" else set())
@@ -380,3 +382,49 @@ def test_programs_of_causal_models_refuse_a_masked_one(target: str) -> None:
     file = autoplan.estimate(model, **place, plan={"sharding": "zero3"}).file
     with pytest.raises(InputError, match="bidirectional attention: its program trains causal models"):
         exported(file, target, "torchrun")
+
+
+def test_norms_are_eager_unless_the_backend_says_otherwise() -> None:
+    assert matters(of(model={"backend": {}})) == {"model.backend.rms_norm"}
+
+
+@pytest.mark.parametrize(
+    ("peft", "adapts_experts"),
+    [
+        ({"match_all_linear": True}, False),
+        ({"exclude_modules": ["*.lm_head"]}, False),
+        ({"target_modules": ["*_proj"]}, False),
+        ({"target_modules": ["*_proj", "*.experts"]}, True),
+    ],
+)
+def test_experts_get_adapters_from_a_pattern_of_their_name_alone(peft: dict[str, Any], adapts_experts: bool) -> None:
+    """They are one module of plain parameters, no linear ones (components/_peft/module_matcher.py)."""
+    launch = of(peft={"dim": 16} | peft)
+    assert launch.training.finetuning is not None
+    assert launch.training.finetuning.targets == ("all-linear",)
+    assert launch.training.finetuning.targets_experts == adapts_experts
+    # Those on everything reach the head, whose copy of the logits is not priced.
+    assert ("peft.match_all_linear" in matters(launch)) == ("match_all_linear" in peft)
+
+
+@pytest.mark.parametrize(
+    ("backend", "moe", "listed"),
+    [
+        ({"enable_fsdp_optimizations": True}, {}, {"model.backend.enable_fsdp_optimizations"}),
+        ({}, {"wrap_outer_model": False}, {"distributed.moe.wrap_outer_model"}),
+        ({}, {}, set()),
+        ({"experts": "torch"}, {}, {"model.backend.experts"}),
+        ({}, {"lm_head_precision": "float32"}, {"distributed.moe.lm_head_precision"}),
+    ],
+)
+def test_shards_of_experts_between_micro_batches_are_listed(
+    backend: dict[str, Any], moe: dict[str, Any], listed: set[str]
+) -> None:
+    launch = of(distributed={"ep_size": 8, "moe": moe}, model={"backend": {"rms_norm": "te"} | backend})
+    assert matters(launch) == listed
+
+
+def test_documents_that_fill_sequences_are_not_said_to_be_padded() -> None:
+    section = {"_target_": "nemo_automodel.components.datasets.llm.megatron_dataset.MegatronPretraining"}
+    launch = of(packed_sequence={"packed_sequence_size": 0}, dataset=section | {"seq_length": 2048})
+    assert (launch.training.seq_len, launch.training.batching, matters(launch)) == (2048, "joined", set())

@@ -78,3 +78,46 @@ def test_flagscale_takes_the_meshes(tmp_path: Path, model: ModelSpec) -> None:
     assert found["layers"] == [5, 3, 4]
     assert found["meshes"] == [[4, 1, plan.common.ep, 4, 1], [1, 1, plan.common.ep, 4, 2]]
     assert found["ranks"] == [[4, 4, 1]] * 16 + [[1, 4, 1]] * 8
+
+
+SETTINGS = """
+system:
+  no_shared_fs: true
+  tensor_model_parallel_size: 4
+  sequence_parallel: true
+  use_distributed_optimizer: false
+  precision: {bf16: true}
+model:
+  num_layers: 4
+  hidden_size: 1024
+  num_attention_heads: 8
+  swiglu: true
+  seq_length: 2048
+  max_position_embeddings: 2048
+  micro_batch_size: 1
+  global_batch_size: 16
+  attention_backend: flash
+  optimizer: {lr_scheduler: {lr: 1.0e-4}}
+data:
+  tokenizer: {tokenizer_type: NullTokenizer, vocab_size: 32000}
+"""
+
+
+def test_an_experiment_is_read_with_the_file_of_its_settings(tmp_path: Path) -> None:
+    experiment = tmp_path / "train.yaml"
+    experiment.write_text(
+        "defaults:\n  - _self_\n  - train: small\nexperiment:\n  task:\n    entrypoint: flagscale/train/train_gpt.py\n"
+        "  runner: {nnodes: 2, nproc_per_node: 8}\n  envs: {NCCL_P2P_DISABLE: 1}\n"
+    )
+    with pytest.raises(InputError, match=r"train/'small'\.yaml, which is not at hand"):
+        autoplan.read(experiment)
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "small.yaml").write_text(SETTINGS)
+    launch = autoplan.read(experiment).launch
+    plan = launch.plan
+    # A switch that is off is no option: the optimizer is whole.
+    assert (plan.tp, plan.sp, plan.dp, plan.sharding, plan.global_batch) == (4, True, 4, "none", 16)
+    assert (launch.target, launch.model.num_layers, launch.model.gated_mlp) == ("megatron-lm", 4, True)
+    assert {item.option for item in launch.unread if item.matters} == {"NCCL_P2P_DISABLE"}
+    alone = autoplan.read(tmp_path / "train" / "small.yaml", devices=16).launch
+    assert (alone.plan, alone.model) == (plan, launch.model)

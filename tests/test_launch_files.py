@@ -417,7 +417,7 @@ def test_a_flood_of_unread_options_is_a_list_of_names(tmp_path: Path) -> None:
     keys = [f"setting_{at}: {at}" for at in range(30)]
     sizes = ["base_emb_dim: 512", "base_num_decoder_layers: 4", "ici_fsdp_parallelism: 8", "fused_mlp: true"]
     (tmp_path / "own.yml").write_text("\n".join([*sizes, *keys]))
-    done = run(tmp_path, "read", "own.yml")
+    done = run(tmp_path, "read", "own.yml", "--as", "maxtext")
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
     assert "fused_mlp True two products are priced" in printed
@@ -443,3 +443,62 @@ def test_a_script_of_a_slurm_array_asks_for_its_task_whatever_editor_wrote_it(tm
     assert read_launch(path, LaunchContext(variables=(("SLURM_ARRAY_TASK_ID", "2"),))).plan.tp == 4
     with pytest.raises(InputError, match="whole number of at least 1, got no value"):
         read_launch(path, LaunchContext(variables=(("SLURM_ARRAY_TASK_ID", "9"),)))
+
+
+def test_a_file_of_another_program_with_a_few_names_alike_is_refused(tmp_path: Path) -> None:
+    """The keys by which a file of axolotl is known are those of other programs too."""
+    file = tmp_path / "specifications.yaml"
+    own = "\n".join(f"setting_{number}: 1" for number in range(12))
+    file.write_text(f"base_model: llama3-8b\nmicro_batch_size: 4\nbf16: true\n{own}\n")
+    with pytest.raises(InputError, match=r"12 of its \d+ settings are unknown to axolotl.*--as axolotl"):
+        read_launch(file, LaunchContext(num_devices=8))
+    launch = read_launch(file, LaunchContext(num_devices=8), "axolotl")
+    assert launch.plan.micro_batch == 4
+
+
+def test_a_container_in_a_table_is_no_model_of_images(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    text = (
+        "recipe: TrainFinetuneRecipeForNextTokenPrediction\nstep_scheduler: {local_batch_size: 1}\n"
+        "distributed: {tp_size: 1}\npacked_sequence: {packed_sequence_size: 2048}\n"
+        "model: {pretrained_model_name_or_path: llama3-8b}\nrun: {env: {KEY: registry/train:1}}\n"
+    )
+    file.write_text(text.replace("distributed: {", "distributed:\n  {").replace("KEY", "container_image"))
+    for key, tells in (("container_image", False), ("image_folder", True)):
+        file.write_text(text.replace("KEY", key))
+        launch = read_launch(file, LaunchContext(num_devices=8))
+        assert any("images or sound" in item.why for item in launch.unread) == tells
+
+
+def test_the_folder_of_an_export_is_read(tmp_path: Path) -> None:
+    """Its launch.sh may start a recipe of Megatron-Bridge beside it, with overrides."""
+    file = plan_file_of(LLAMA_8B, tp=2, sp=True, dp_shard=4, micro_batch=2, sharding="zero1")
+    file = replace(file, framework=load_framework(facts_of("megatron-bridge")))
+    for item in exported(file, "megatron-bridge", "torchrun"):
+        (tmp_path / item.name).write_text(item.text)
+    done = run(tmp_path, "read", ".")
+    assert done.returncode == 0, done.stderr
+    assert "a file of megatron-bridge" in done.stdout
+    script = tmp_path / "launch.sh"
+    launch = read_launch(script, LaunchContext())
+    assert (launch.plan, launch.plan.num_devices) == (file.best.plan, 8)
+    script.write_text(script.read_text().replace('"$@"', 'train.micro_batch_size=1 "$@"'))
+    assert read_launch(script, LaunchContext()).plan.micro_batch == 1
+
+
+def test_settings_over_a_recipe_are_read_from_yaml(tmp_path: Path) -> None:
+    """The function of the recipe takes arguments; sections override what it returns, and what it sets is listed."""
+    file = tmp_path / "default.yaml"
+    file.write_text(
+        "run: {env: {nodes: 2}}\n"
+        "recipe:\n  _target_: megatron.bridge.recipes.llama.llama3.llama3_8b_pretrain_config\n"
+        "  context_parallelism: 2\n  peft: null\n"
+        "model:\n  tensor_model_parallel_size: 4\n  sequence_parallel: true\n"
+        "train: {micro_batch_size: 1, global_batch_size: 16}\n"
+        "dataset: {seq_length: '${art:data,size}'}\n"
+    )
+    launch = read_launch(file, LaunchContext(num_devices=16))
+    plan = launch.plan
+    assert (plan.tp, plan.cp, plan.dp, plan.sp, plan.micro_batch, plan.global_batch) == (4, 2, 2, True, 1, 16)
+    assert launch.model.name == "llama3-8b"
+    assert {item.option for item in launch.unread if item.matters} == {"recipe", "dataset.seq_length"}

@@ -885,6 +885,15 @@ def test_the_model_of_slime_is_in_the_script_that_its_launch_sources(tmp_path: P
     assert not any(option.startswith("source") for option in matters(launch))
 
 
+def test_the_batch_of_slime_follows_from_its_rollouts() -> None:
+    script = SLIME.replace("--global-batch-size 256", "--num-steps-per-rollout 2")
+    assert "--rollout-batch-size 32" in script
+    samples = 32 * int(script.partition("--n-samples-per-prompt ")[2].split()[0])
+    assert megatron_lm.recognises("run.sh", script)
+    launch = megatron_lm.read(script, LaunchContext(model=load_model("llama3-8b"), seq_len=4096))
+    assert launch.plan.global_batch == samples // 2
+
+
 def test_layers_that_another_file_may_place_are_spread_and_listed() -> None:
     uneven = PAI.replace("--num-layers 32", "--num-layers 33")
     launch = megatron_lm.read(uneven, LaunchContext(variables=(("1", "2"), ("2", "bf16"))))

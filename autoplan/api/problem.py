@@ -36,7 +36,7 @@ from autoplan.search.limits import batch_grid, default_limits
 from autoplan.search.placement import is_fragmented
 from autoplan.search.space import Space
 from autoplan.spec.calibration import Calibration
-from autoplan.spec.enums import AttentionKernel, Precision, enum_value
+from autoplan.spec.enums import AttentionKernel, Fp8Scaling, Precision, enum_value
 from autoplan.spec.framework import Framework
 from autoplan.spec.input_rate import InputRate, parse_input_rate
 from autoplan.spec.lengths import ImageCounts, Lengths
@@ -207,7 +207,13 @@ def _training(
             continue
         value = optimizer_named(str(value)) if name == "optimizer" else value
         if value not in words:
-            raise InputError(f"--{name} {value!r}: must be one of {', '.join(words)}")
+            is_scaled = name == "precision" and str(value).startswith("fp8")
+            hint = (
+                f"; scales of fp8 are part of the plan: --fix fp8_scaling={' or '.join(Fp8Scaling)}"
+                if is_scaled
+                else ""
+            )
+            raise InputError(f"--{name} {value!r}: must be one of {', '.join(words)}{hint}")
         table[name] = value
     if options.get("optimizer") is None and (optimizer := optimizer_of(finetune)) is not None:
         table["optimizer"] = optimizer

@@ -10,7 +10,7 @@ import typer
 import autoplan
 from autoplan import api, report
 from autoplan.base.errors import InputError
-from autoplan.base.files import exists, is_folder, write_text
+from autoplan.base.files import exists, is_file, is_folder, write_text
 from autoplan.base.units import counted, format_percent, format_seconds
 from autoplan.cli.inputs import check_outputs, is_typed, url_with_password
 from autoplan.cli.options import AsOption, DbOption, ForceOption, OptionalSeqLenOption, SetOption, whole_number
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from autoplan.api.launch_files import ReadResult
     from autoplan.api.traces import LogResult, TraceResult
 
+EXPORTED = "launch.sh"  # in the folder of an export, beside the files that it starts
 OF_A_LAUNCH_FILE = ("model", "devices", "devices_per_node", "seq_len", "variables", "target")
 
 
@@ -27,8 +28,9 @@ FilesArgument = Annotated[
     list[Path],
     typer.Argument(
         metavar="FILE...",
-        help="A launch script or configuration of any export target; or traces of torch's profiler, one per rank, or a "
-        "folder of them; or SQLite exports of Nsight Systems, or databases or JSON of rocprofv3; or logs of a run.",
+        help="A launch script or configuration of any export target, or the folder of an export; or traces of torch's "
+        "profiler, one per rank, or a folder of them; or SQLite exports of Nsight Systems, or databases or JSON of "
+        "rocprofv3; or logs of a run.",
     ),
 ]
 PlanOption = Annotated[
@@ -71,6 +73,8 @@ def read(
     from autoplan.frameworks.logs import is_log
     from autoplan.profiler.imports.traces import is_trace
 
+    if is_folder(files[0]) and is_file(files[0] / EXPORTED):
+        files = [files[0] / EXPORTED, *files[1:]]
     is_traced = is_folder(files[0]) or is_trace(files[0])
     kind = "traces" if is_traced else "logs" if out is None and is_log(files[0]) else None
     if kind and any(is_typed(context, name) for name in OF_A_LAUNCH_FILE):

@@ -12,6 +12,7 @@ from autoplan.base.files import is_file, read_text
 from autoplan.frameworks import plan_file, registry
 from autoplan.frameworks.common.checks import checked
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader
+from autoplan.frameworks.common.options import NOT_KNOWN
 from autoplan.frameworks.common.shell import SUFFIXES, read_script
 from autoplan.frameworks.common.started import MAX_DEPTH, MAX_SCRIPTS, Started, started_scripts
 from autoplan.topology.cluster import ClusterSpec
@@ -67,12 +68,26 @@ def _started(path: Path, text: str, context: LaunchContext) -> list[Started]:
 def _read(path: Path, text: str, context: LaunchContext, target: str | None) -> Launch:
     reader = reader_of(target) if target is not None else _recognised(path, text, context)
     try:
-        return checked(reader, text, context)
+        launch = checked(reader, text, context)
+        if target is None:
+            _check_format(launch)
+        return launch
     except RecursionError:
         raise InputError(f"{path}: nested too deeply") from None
     except InputError as error:
         is_known = reader.recognises(path.name, text) or reader.starts(text, context)
         raise (InputError if is_known else UnknownFileError)(f"{path}: {error}") from None
+
+
+def _check_format(launch: Launch) -> None:
+    """Raise an error for a file of which the reader knows the smaller part, as another program's."""
+    foreign = sum(item.matters and item.why == NOT_KNOWN for item in launch.unread)
+    known = len(launch.options) + len(launch.unread) - foreign + len(launch.silent)
+    if foreign > known:
+        raise InputError(
+            f"{foreign} of its {foreign + known} settings are unknown to {launch.target}: if it is a file of "
+            f"{launch.target} all the same, say so with --as {launch.target}"
+        )
 
 
 def read_launch_on(path: Path, context: LaunchContext, cluster: ClusterSpec, target: str | None = None) -> Launch:

@@ -121,6 +121,7 @@ class FineTuning:
     targets: tuple[str, ...] = DEFAULT_TARGETS
     dora: bool = False  # magnitudes of columns trained apart from their directions (arXiv:2402.09353)
     dropout: float = 0.0  # of what enters the adapters
+    adapts_experts: bool = True  # False: of the targets, routed experts have none (plain parameters, no linear modules)
     quantization: Quantization = "none"
     saved_modules: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
@@ -167,6 +168,13 @@ class FineTuning:
         return self.rank is not None
 
     @property
+    def targets_experts(self) -> bool:
+        """Return whether routed experts of a model get adapters."""
+        parts = (part.linear for name in self.targets for part in MODULES.get(name, ()))
+        has_target = ALL_LINEAR in self.targets or any(part.startswith("expert_") for part in parts)
+        return self.has_adapters and self.adapts_experts and has_target
+
+    @property
     def weight_bytes(self) -> float | None:
         """Bytes per frozen weight of the layers; None: those of the precision of their products."""
         return QUANTIZED_BYTES.get(self.quantization)
@@ -206,6 +214,8 @@ class FineTuning:
         if self.quantization != "none":
             name = f"Q{name}"
         words = [f"{name} of rank {self.rank} on {'+'.join(self.targets)}"]
+        if not self.adapts_experts:
+            words[0] += " but the experts"
         if self.quantization != "none":
             words.append(f"weights in {self.quantization}")
         if self.saved_modules:

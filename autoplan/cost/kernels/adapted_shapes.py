@@ -28,7 +28,7 @@ def with_adapters(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -
     adapters: list[Linear] = []
     magnitudes = 0
     for linear in shape.linears:
-        for part in dict.fromkeys(_targeted_parts(model, linear, finetuning.targets)):
+        for part in dict.fromkeys(_targeted_parts(model, linear, finetuning)):
             pair = _adapter(linear, _part(linear, part), part, finetuning.rank or 0)
             adapters += pair
             if finetuning.dora and not linear.is_shared:
@@ -46,15 +46,15 @@ def with_adapters(model: ModelSpec, shape: BlockShape, finetuning: FineTuning) -
 NEVER_ADAPTED = ("router", "shared_gate")
 
 
-def _targeted_parts(model: ModelSpec, linear: Linear, targets: tuple[str, ...]) -> list[str]:
+def _targeted_parts(model: ModelSpec, linear: Linear, finetuning: FineTuning) -> list[str]:
     """Return the parts of a block's matrix that get an adapter."""
-    if linear.name in NEVER_ADAPTED:
+    if linear.name in NEVER_ADAPTED or (linear.name.startswith("expert_") and not finetuning.adapts_experts):
         return []
     pieces: tuple[str, ...] = {"qkv": ("q", "k", "v"), "kv": ("k", "v")}.get(linear.name, ("",))
     if linear.name.endswith("fc1") and model.gated_mlp:
         pieces = ("gate", "up")
     targeted: list[str] = []
-    for name in targets:
+    for name in finetuning.targets:
         if name == ALL_LINEAR:
             targeted += pieces
         for target in MODULES.get(name, ()):

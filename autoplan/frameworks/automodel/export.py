@@ -72,7 +72,7 @@ def _table(plan_file: PlanFile) -> dict[str, Any]:
         "model": _model(plan_file),
         "distributed": _distributed(plan_file),
         **_precision(plan),
-        **_tuning(training),
+        **_tuning(training, plan_file.model),
         "checkpoint": {"enabled": False},
         "loss_fn": {"_target_": f"{_COMPONENTS}.loss.masked_ce.MaskedCrossEntropy"},
         "dataset": {
@@ -102,8 +102,8 @@ def _model(plan_file: PlanFile) -> dict[str, Any]:
         **dict.fromkeys(("attn", "linear", "rms_norm"), "te"),
     }
     if plan_file.model.moe is not None:
-        word = next(word for word, kind in DISPATCHERS.items() if kind == plan.dispatcher)
-        backend |= {"experts": "torch_mm", **({"dispatcher": word} if plan.ep > 1 else {})}
+        words = [word for word, kind in DISPATCHERS.items() if kind == plan.dispatcher and plan.ep > 1]
+        backend |= {"experts": "torch_mm", **({"dispatcher": words[0]} if words else {})}
     return {
         "_target_": "nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained",
         "pretrained_model_name_or_path": hub_name(plan_file.model),
@@ -160,12 +160,13 @@ def _precision(plan: ParallelPlan) -> dict[str, Any]:
     return {"fp8": {"enabled": True, "recipe_name": "tensorwise", "enable_fsdp_float8_all_gather": True}}
 
 
-def _tuning(training: TrainingSpec) -> dict[str, Any]:
+def _tuning(training: TrainingSpec, model: ModelSpec) -> dict[str, Any]:
     """Return the sections for adapters (components/_peft/lora.py) and for the storage type of weights."""
     if (tuning := adapters_of(training)) is None:
         return {}
-    # match_all_linear includes the head (components/_peft/module_matcher.py:118).
+    # match_all_linear includes the head (components/_peft/module_matcher.py:118), and no experts.
     names = ["*_proj"] if ALL_LINEAR in tuning.targets else [f"*.{name}" for name in tuning.targets]
+    names += ["*.experts"] if model.moe is not None and tuning.targets_experts else []
     rank = tuning.rank or 0
     peft: dict[str, Any] = {"_target_": f"{_COMPONENTS}._peft.lora.PeftConfig", "target_modules": names}
     peft |= {"dim": rank, "alpha": tuning.alpha, "dropout": tuning.dropout, "use_dora": tuning.dora}

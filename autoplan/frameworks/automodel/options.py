@@ -46,7 +46,7 @@ DISTRIBUTED_COSTLESS = (
     *("strategy", "dp_size", "backend", "patch_is_packed_sequence", "timeout_minutes", "enable_fsdp2_prefetch"),
 )
 # Values of `model.backend.dispatcher`; the default is deepep, as in its recipes.
-DISPATCHERS = {"deepep": Dispatcher.DEEPEP, "hybridep": Dispatcher.HYBRIDEP, "torch": Dispatcher.ALL_TO_ALL}
+DISPATCHERS = {"deepep": Dispatcher.DEEPEP, "hybridep": Dispatcher.HYBRIDEP, "torch": Dispatcher.ALL_GATHER}
 # Values of `pp_schedule`, in lower case.
 SCHEDULES = {
     "1f1b": Schedule.ONE_F_ONE_B,

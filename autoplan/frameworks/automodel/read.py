@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from autoplan.base.errors import InputError
@@ -36,12 +37,15 @@ from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, even_chunks
 from autoplan.spec.training import TrainingSpec
 
+_EXPERTS = "model.layers.0.mlp.experts"  # as its models call the module of all experts
 _ALL = ("*_proj", "*proj", "*.proj", "all-linear")
+_GROUPED = ("torch_mm", "gmm", "te")
 _ADAM = re.compile(r"(^|\.)(Fused)?AdamW?$")
 _SIZES = re.compile(r"^(num_.*(layers|heads|experts)|hidden_size|\w*intermediate_size|vocab_size|n_routed_experts)$")
 _PRICED = re.compile(r"(Train|Finetune|Pretrain|Benchmarking)\w*NextTokenPrediction$")  # recipes (recipes/llm/)
 _OTHER_TASK = re.compile(r"\w*For(ImageTextToText|Multimodal\w*|SequenceClassification|\w*Encoder|SpeechSeq2Seq)\b")
 _LOSS = ".MaskedCrossEntropy"
+_FILLING = ("MegatronPretraining", "NanogptDataset")  # whose sequences run on over the ends of documents
 _LENGTHS = ("seq_len", "seq_length", "max_length")
 
 
@@ -61,9 +65,8 @@ def read(text: str, context: LaunchContext) -> Launch:
         raise InputError(f"recipe {name[:60]}: only training on the next token is priced")
     model = _model(options, context)
     seq_len, batching = _length(options, context)
-    training = TrainingSpec(
-        seq_len=seq_len, precision=_precision(options), finetuning=_finetuning(options), batching=batching
-    )
+    tuning = _finetuning(options, model)
+    training = TrainingSpec(seq_len=seq_len, precision=_precision(options), finetuning=tuning, batching=batching)
     if context.num_devices is None:
         raise InputError("the number of devices is not in the file: pass --devices")
     plan = _plan(options, model, context.num_devices, training.precision)
@@ -108,11 +111,14 @@ def _model(options: Options, context: LaunchContext) -> ModelSpec:
     elif attention:
         section.pass_over("attn_implementation")
     backend = section.inside("backend")
-    backend.pass_over("_target_", "enable_hf_state_dict_adapter", "enable_fsdp_optimizations", "experts")
+    backend.pass_over("_target_", "enable_hf_state_dict_adapter", "enable_fsdp_optimizations")
     backend.pass_over("fake_balanced_gate")
+    backend.defaults["rms_norm"] = "torch_fp32"  # components/models/common/utils.py:340
     for key, priced in (("attn", "te"), ("linear", "te"), ("rms_norm", "te"), ("rope_fusion", True)):
         if backend.is_other(key, priced):
             backend.remark(key, "priced as fused" if priced is True else f"priced as {priced}")
+    if backend.is_other("experts", *_GROUPED):
+        backend.remark("experts", "priced with grouped products in 16 bits")
     model = context.model or (find_preset(name) if name is not None else None)
     if model is None:
         raise InputError(f"model {show(name)} is not a known model: pass --model")
@@ -130,7 +136,8 @@ def _length(options: Options, context: LaunchContext) -> tuple[int, Batching]:
     size = packed.optional_count("packed_sequence_size", 0) or packed.optional_count("pack_size", 0)
     key = next((key for key in _LENGTHS if dataset.has(key)), None)
     length = context.seq_len or size or (dataset.optional_count(key) if key else None)
-    batching: Batching = "packed" if size else "padded"
+    fills = str(dataset.value("_target_")).endswith(_FILLING)
+    batching: Batching = "packed" if size else "joined" if fills else "padded"
     why = priced_as_even(batching, context)
     if key and why and "mock" not in str(dataset.value("_target_")).casefold():
         dataset.remark(key, why, matters=batching in UNEVEN)
@@ -149,19 +156,27 @@ def _precision(options: Options) -> Precision:
     return Precision.BF16
 
 
-def _finetuning(options: Options) -> FineTuning | None:
-    """Return the adapters of `peft` (components/_peft/lora.py, PeftConfig)."""
+def _finetuning(options: Options, model: ModelSpec) -> FineTuning | None:
+    """Return the adapters of `peft` (components/_peft/lora.py, PeftConfig).
+
+    Experts are no linear modules, so only a pattern of their names gives them adapters (module_matcher.py, `match`).
+    """
     peft = options.inside("peft")
     if not peft.arguments:
         return None
     matches_all = peft.flag("match_all_linear")
     peft.pass_over("_target_", "use_triton", "lora_dtype", "lora_A_init", "dropout_position", "lora_A_init_method")
     targets = peft.value("target_modules")
-    names = targets if isinstance(targets, list) else [targets]
-    if matches_all or targets is None or any(str(name) in _ALL for name in names):
+    names = [str(name) for name in (targets if isinstance(targets, list) else [targets])]
+    takes_all = matches_all or targets is None
+    if takes_all and not any("lm_head" in str(name) for name in peft.words("exclude_modules")):
+        key = "match_all_linear" if matches_all else "target_modules"
+        peft.remark(key, "adapters of the head, and their copy of the logits, are not priced", default="all")
+    if takes_all or any(name in _ALL for name in names):
         chosen: tuple[str, ...] = (ALL_LINEAR,)
     else:
-        chosen = tuple(str(name).rstrip("*.").rpartition("*")[2].rpartition(".")[2] for name in names)
+        others = [name for name in names if not fnmatchcase(_EXPERTS, name)]
+        chosen = tuple(name.rstrip("*.").rpartition("*")[2].rpartition(".")[2] for name in others)
     if peft.value("exclude_modules"):
         peft.remark("exclude_modules", "adapters are priced on all that target_modules names")
     quantized = options.inside("quantization") if options.value("quantization") else Options.of_table({})
@@ -174,6 +189,7 @@ def _finetuning(options: Options) -> FineTuning | None:
         targets=chosen,
         dropout=peft.number("dropout", 0.0),
         dora=peft.flag("use_dora"),
+        adapts_experts=model.moe is None or (not takes_all and any(fnmatchcase(_EXPERTS, name) for name in names)),
         quantization=("nf4-dq" if doubled else "nf4") if four else "int8" if eight else "none",
     )
 
@@ -216,8 +232,15 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
     pipeline = _pipeline(options, table, model, degrees["pp"], local=micro, rounds=rounds)
     backend = options.inside("model").inside("backend")
     dispatcher = backend.word("dispatcher", DISPATCHERS, "deepep")
-    if degrees["ep"] > 1 and dispatcher == Dispatcher.ALL_TO_ALL:  # components/moe/experts.py:500
-        backend.remark("dispatcher", "gathers all tokens and sums them in fp32; priced as all-to-all")
+    if degrees["ep"] > 1 and dispatcher == Dispatcher.ALL_GATHER:  # components/moe/experts.py:500
+        backend.remark("dispatcher", "sums outputs of the experts in fp32; priced in 16 bits")
+    if model.moe is not None and strategy == "fsdp2" and rounds > 1:
+        if backend.flag("enable_fsdp_optimizations"):  # components/moe/fsdp_mixin.py:151
+            why = "weights stay gathered from the first micro-batch of a step to the last; priced as sharded"
+            backend.remark("enable_fsdp_optimizations", why)
+        elif not table.inside("moe").flag("wrap_outer_model", True):  # components/distributed/utils.py:253
+            why = "gradients are reduced in every micro-batch of a step; priced as once"
+            table.inside("moe").remark("wrap_outer_model", why)
     policy = table.inside("mp_policy")
     policy.pass_over("_target_", "param_dtype", "output_dtype", "cast_forward_inputs")
     weights = MAIN_WEIGHTS.read(options.inside("model"))
@@ -244,7 +267,9 @@ def _plan(options: Options, model: ModelSpec, num_devices: int, precision: Preci
 def _sharding(table: Options, degrees: Fields) -> Sharding:
     """Return what FSDP2 shards; in a pipeline, whose stages keep their weights gathered, it is ZeRO-3."""
     moe, is_piped = table.inside("moe"), degrees["pp"] > 1
-    moe.pass_over("ignore_router_for_ac", "mp_policy", "_target_", "lm_head_precision", "wrap_outer_model")
+    moe.pass_over("ignore_router_for_ac", "mp_policy", "_target_", "wrap_outer_model")
+    if moe.is_other("lm_head_precision", "bf16", "bfloat16", "torch.bfloat16"):
+        moe.remark("lm_head_precision", "priced as bf16")
     default = not is_piped
     if degrees["ep"] > 1:  # _transformers/infrastructure.py:407
         default = moe.flag("reshard_after_forward")

@@ -51,7 +51,11 @@ def read(text: str, context: LaunchContext) -> Launch:
     options.defaults["fsdp_version"] = 1 if uses_fsdp1 else 2
     mesh = read_fields(MESH, options)
     if options.optional_count("expert_parallel_size", 1, least=1) not in (None, 1):
-        raise InputError("expert_parallel_size > 1 of axolotl is not priced: set it to 1")
+        # integrations/expert_parallel/README.md: an axis beside dp_shard, over which the other weights are sharded
+        raise InputError(
+            "expert_parallel_size > 1 gives each rank of it a copy of everything but the experts, which is not priced: "
+            "set it to 1"
+        )
     if (recompute := options.value("gradient_checkpointing")) in ("offload", "offload_disk"):
         options.remark("gradient_checkpointing", "activations that are kept are priced on the device")
     if isinstance(recompute, str):

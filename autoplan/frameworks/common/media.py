@@ -22,11 +22,14 @@ _OF_RUNS = re.compile(
     r"|prompt|eval|container|docker|slurm|skypilot|\s",
     re.IGNORECASE,
 )
+_PAIR = re.compile(r"'([\w.-]+)': '?([^',{}]+)")
 _OFF = ("", "false", "0", "none", "null", "no", "off", "[]", "{}")
 
 
 def tells_of_media(option: str, value: str) -> bool:
     """Return whether an option, or the name in its value, tells of images, video or sound."""
+    if value.startswith("{"):  # a table, of which its own settings tell
+        return any(tells_of_media(*pair) for pair in _PAIR.findall(value))
     is_off = value.strip().casefold() in _OFF and "freeze" not in option
     if is_off or _OF_RUNS.search(option):
         return False

@@ -36,7 +36,7 @@ from autoplan.frameworks.hf_trainer.options import (
 )
 from autoplan.readers.model import find_preset
 from autoplan.spec.enums import AttentionKernel, ChunkedLoss, MainWeights, Offload, Precision, Recompute, Sharding
-from autoplan.spec.finetuning import ALL_LINEAR, ENCODER, FineTuning
+from autoplan.spec.finetuning import ENCODER, FineTuning
 from autoplan.spec.lengths import UNEVEN, Batching
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.optimizers import OptimizerName
@@ -131,10 +131,10 @@ def training_of(
     if why := priced_as_even(program.batching, context):
         options.remark(program.length_key, why, default=str(program.length), matters=program.batching in UNEVEN)
     remark_assumed(ASSUMED, options)
-    if context.model and context.model.moe and program.finetuning and ALL_LINEAR in program.finetuning.targets:
+    if context.model and context.model.moe and program.finetuning and program.finetuning.targets_experts:
         # PEFT adapts modules; experts of gpt-oss, and of all models from transformers 5 on, are plain parameters.
         why = "adapters on the experts are priced too; experts that are no linear modules get none"
-        options.remarks.append(Unread(option="adapters", value=ALL_LINEAR, why=why))
+        options.remarks.append(Unread(option="adapters", value="+".join(program.finetuning.targets), why=why))
     finetuning = program.finetuning
     if finetuning is None and program.freezes_encoder and context.model and context.model.stands_before_text:
         finetuning = FineTuning(frozen=(ENCODER,))

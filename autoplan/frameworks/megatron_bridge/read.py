@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoplan.base.errors import InputError
+from autoplan.frameworks.common.beside import read_beside
 from autoplan.frameworks.common.launch import Launch, LaunchContext, Reader, Unread
 from autoplan.frameworks.common.literals import RUNNING, Built, Module
-from autoplan.frameworks.common.options import COSTS_NOTHING, Argument, Options, Unknown, typed
-from autoplan.frameworks.common.shell import script_of
+from autoplan.frameworks.common.options import COSTS_NOTHING, Argument, Options, Unknown, parse_yaml, typed
+from autoplan.frameworks.common.shell import Script, script_of
 from autoplan.frameworks.common.shell_words import is_open
 from autoplan.frameworks.megatron_lm.launch import launch_of
 from autoplan.frameworks.megatron_lm.options import BRIDGE_FIELDS
@@ -72,6 +73,7 @@ _SHORT = {
 } | {
     name: f"model.{name}"
     for name in (
+        "sequence_parallel",
         "tensor_model_parallel_size",
         "pipeline_model_parallel_size",
         "context_parallel_size",
@@ -80,6 +82,11 @@ _SHORT = {
         "expert_tensor_parallel_size",
     )
 }
+# Degrees as functions of recipes call them too (recipes/nemotronh).
+_SHORT |= {
+    f"{name}_parallelism": f"model.{name}_{'model_' * (name in ('tensor', 'pipeline'))}parallel_size"
+    for name in ("tensor", "pipeline", "context", "expert_model", "expert_tensor")
+} | {"sequence_parallelism": "model.sequence_parallel"}
 # Registered precisions by the parts of their names (training/mixed_precision.py).
 _PRECISIONS = (
     ("mxfp8", {"fp8": "e4m3", "fp8_recipe": "mxfp8"}),
@@ -109,10 +116,23 @@ _TRAINS = ("pretrain", "finetune", "distill")  # functions that take a configura
 MAX_DEPTH = 20
 DELETED = "takes a default away, which is priced as kept"  # ~NAME of Hydra
 _PYTHON = re.compile(r"^(\s*(import|from)\s+megatron|def \w+\(|from __future__)", re.MULTILINE)
+_YAML = re.compile(r"^(recipe|model|train|dataset):[ \t]*(#.*)?$", re.MULTILINE)
 # Samples in a sequence, to each of which attention is confined (data/builders, training/config.py).
 _PACKING = re.compile(r"dataset\.(\w+\.)*(enable_\w*packing|packed_sequence_size|inter_document_masking)$")
 # Sections whose fields affect neither time nor memory, except for the fields listed above.
-_HARMLESS = ("checkpoint", "logger", "rng", "scheduler", "tokenizer", "validation", "dataset", "profiling", "env_vars")
+_HARMLESS = (
+    "checkpoint",
+    "logger",
+    "rng",
+    "scheduler",
+    "tokenizer",
+    "validation",
+    "dataset",
+    "profiling",
+    "env_vars",
+    "run",
+    "data",
+)
 
 
 def recognises(name: str, text: str) -> bool:
@@ -132,9 +152,37 @@ def read(text: str, context: LaunchContext) -> Launch:
         devices = num_devices(before, script, text)
         recipe.unread += script.unread()
         _overrides(words, recipe)
+    elif _YAML.search(text) and not _PYTHON.search(text):
+        _yaml(text, recipe)
+    elif (start := _recipe_started(text, context)) is not None:
+        recipe_text, before, words, script = start
+        devices = num_devices(before, script, text)
+        _python(recipe_text, context, recipe)
+        recipe.unread += script.unread()
+        _overrides(words, recipe)
     else:
         _python(text, context, recipe)
     return _launch(recipe, context, devices)
+
+
+def starts_recipe(text: str, context: LaunchContext) -> bool:
+    """Return whether a command of a script starts a recipe beside it."""
+    try:
+        return _recipe_started(text, context) is not None
+    except (InputError, RecursionError):
+        return False
+
+
+def _recipe_started(text: str, context: LaunchContext) -> tuple[str, tuple[str, ...], tuple[str, ...], Script] | None:
+    """Return (the recipe that a script starts, the words before and after its name, the script)."""
+    if _PYTHON.search(text) or ".py" not in text:
+        return None
+    script = script_of(text, context)
+    before, words = started(script, named((".py",)), context)
+    found = read_beside(before[-1], context.folder) if before else None
+    if found is None or words is None or not recognises(before[-1], found[0]):
+        return None
+    return found[0], before, words, script
 
 
 @dataclass(slots=True)
@@ -178,6 +226,41 @@ def _overrides(words: tuple[str, ...], recipe: _Recipe) -> None:
         else:
             recipe.unread.append(Unread(option=word, value="", why="not known here"))
     recipe.values |= late
+
+
+def _yaml(text: str, recipe: _Recipe) -> None:
+    """Add the settings of a file of overrides, and what it says to the function of its recipe (`_target_`)."""
+    table = parse_yaml(text, "the file")
+    base = table.pop("recipe", None)
+    if not isinstance(base, dict):
+        base = {} if base is None else {"_target_": base}
+    if target := base.pop("_target_", None):
+        recipe.models.append(_stem(str(target).rpartition(".")[2]))
+        why = "what the recipe itself sets is not in the file"
+        recipe.unread.append(Unread(option="recipe", value=str(target)[-60:], why=why))
+    if isinstance(checkpoint := table.pop("hf_model_path", None), str):
+        recipe.models.append(checkpoint)
+    if "defaults" in table:
+        why = "a file of settings under this one, which is not read"
+        recipe.unread.append(Unread(option="defaults", value=str(table.pop("defaults"))[:60], why=why))
+    for key, value in base.items():
+        if key in _SHORT and not (isinstance(value, str) and "${" in value):
+            recipe.values[_SHORT[key]] = value
+        elif value is not None:
+            recipe.unread.append(Unread(option=f"recipe.{key}", value=str(value)[:60], why="not known here"))
+    for path, value in _leaves(table):
+        is_open_word = isinstance(value, str) and "${" in value
+        _add(path, Unknown(value) if is_open_word else value, recipe)
+
+
+def _leaves(table: dict[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    if place.count(".") > MAX_DEPTH:
+        raise InputError(f"a table is nested more than {MAX_DEPTH} deep")
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{place}{key}.")
+        else:
+            yield f"{place}{key}", value
 
 
 def _literal_word(word: str) -> Any:
@@ -391,4 +474,4 @@ def _precision(text: str) -> str:
     return _BENCHMARKED.get(text, text.replace("-", "_"))
 
 
-READER = Reader(target="megatron-bridge", recognises=recognises, read=read)
+READER = Reader(target="megatron-bridge", recognises=recognises, read=read, starts=starts_recipe)

@@ -20,12 +20,13 @@ from autoplan.frameworks.megatron_lm.model_options import FUSED_PERMUTE, GROUPED
 from autoplan.frameworks.megatron_lm.options import SWITCHES
 from autoplan.frameworks.megatron_lm.table import argument_of
 from autoplan.frameworks.megatron_lm.with_deepspeed import FRAMEWORK, is_with_deepspeed, translate
+from autoplan.frameworks.megatron_lm.with_flagscale import is_of_flagscale, settings_of
 from autoplan.frameworks.megatron_lm.with_slime import is_with_slime
 
 ENTRIES = ("pretrain_gpt.py", "pretrain_mamba.py", "pretrain_hybrid.py", "flagscale/train/train_gpt.py")
 # Options that identify a launch of another program with Megatron-LM's options, and programs that train no decoder.
 _DEGREES = re.compile(r"(?<![\w-])--(tensor-model-parallel-size|pipeline-model-parallel-size)\b")
-_LENGTHS = re.compile(r"(?<![\w-])--(train-iters|train-samples|global-batch-size)\b")
+_LENGTHS = re.compile(r"(?<![\w-])--(train-iters|train-samples|global-batch-size|rollout-batch-size)\b")
 _KERNELS = ("attention_backend", "use_flash_attn", "transformer_impl")  # options that name the kernel of attention
 # Options of releases whose layers are Transformer Engine's by default, which is so from Megatron-Core 0.6 on.
 _SINCE_FLASH = (
@@ -52,6 +53,8 @@ _FOLDERS = re.compile(r"bert|t5|retro|vision|vlm|multimodal\w*|mimo|diffusion|wh
 
 def recognises(name: str, text: str) -> bool:
     """Return whether a file looks like a launch of Megatron-LM, or of a program that takes its options."""
+    if is_of_flagscale(name, text):
+        return True
     if any(entry in text for entry in ENTRIES):
         return True
     if text.lstrip().startswith("--"):
@@ -61,10 +64,15 @@ def recognises(name: str, text: str) -> bool:
 
 
 def read(text: str, context: LaunchContext) -> Launch:
-    """Return the launch of a script or a list of options."""
-    script = script_of(text, context)
-    program = None
-    if not text.lstrip().startswith("--"):
+    """Return the launch of a script, a list of options or an experiment of FlagScale."""
+    of_flagscale = is_of_flagscale(".yaml", text) and not text.lstrip().startswith(("--", "#!"))
+    script = Script() if of_flagscale else script_of(text, context)
+    program, devices = None, None
+    before: tuple[str, ...] = ()
+    words: tuple[str, ...] | None
+    if of_flagscale:
+        words, devices, script.environment = settings_of(text, context)
+    elif not text.lstrip().startswith("--"):
         before, words = started(script, named(ENTRIES), context)
         if words is None:
             before, words = started(script, _OTHER, context)
@@ -74,7 +82,7 @@ def read(text: str, context: LaunchContext) -> Launch:
         if words is None:
             raise InputError("no command of the script starts pretrain_gpt.py, or a program with options of its kind")
     else:
-        before, words = (), tuple(word for command in script.commands for word in command.words)
+        words = tuple(word for command in script.commands for word in command.words)
     arguments = Options(given_arguments(words), way_out="pass --model")
     arguments.remarks += script.unread()
     if program is None and (foreign := _foreign(before, context)):
@@ -87,7 +95,7 @@ def read(text: str, context: LaunchContext) -> Launch:
     if is_with_deepspeed(arguments):
         translate(arguments, has_model=context.model is not None)
         target = framework = FRAMEWORK
-    devices = num_devices(before, script, text)
+    devices = devices or num_devices(before, script, text)
     if is_with_slime(arguments):
         devices = with_slime.translate(arguments) or devices
     for row in (GROUPED, FUSED_PERMUTE):

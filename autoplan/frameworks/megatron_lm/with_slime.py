@@ -37,6 +37,7 @@ def translate(arguments: Options) -> int | None:
     Source: slime/backends/megatron_utils/arguments.py, `slime_validate_args` and `_set_default_megatron_args`.
     """
     arguments.remark("rollout_batch_size", "samples are made elsewhere: the training half alone is priced")
+    _set_batch(arguments)
     set_by_slime = {"use_distributed_optimizer": True, "bf16": not arguments.flag("fp16")}
     for name, value in set_by_slime.items():
         arguments.arguments[name] = Argument(f"--{name.replace('_', '-')}", str(value), name, value)
@@ -48,3 +49,13 @@ def translate(arguments: Options) -> int | None:
     arguments.pass_over(*_COSTLESS, *elsewhere)
     nodes, per_node = (arguments.optional_count(name) for name in _ACTOR)
     return nodes * per_node if nodes and per_node else None
+
+
+def _set_batch(arguments: Options) -> None:
+    """Set the batch that follows from the samples of a rollout and its steps (slime/utils/arguments.py)."""
+    steps = arguments.optional_count("num_steps_per_rollout", least=1)
+    if not steps or arguments.has("global_batch_size"):
+        return
+    samples = arguments.count("rollout_batch_size") * arguments.count("n_samples_per_prompt", 1)
+    value = max(samples // steps, 1)
+    arguments.arguments["global_batch_size"] = Argument("--global-batch-size", str(value), "global_batch_size", value)
