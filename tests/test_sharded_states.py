@@ -15,11 +15,13 @@ from autoplan.cost.collectives.sharded_states import (
     sharded_states_s,
 )
 from autoplan.cost.estimate import estimate
+from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.network.links import Links
-from autoplan.cost.parameters import UnitParameters
+from autoplan.cost.parameters import UnitParameters, unit_parameters
 from autoplan.frameworks.presets import load_framework
 from autoplan.readers.cluster import load_cluster
 from autoplan.readers.model import load_model
+from autoplan.spec.blocks import Block
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
@@ -29,6 +31,7 @@ from problems import problem_for
 FRAMEWORK = load_framework("deepspeed-zero")
 PROBLEM = problem_for("llama3.1-8b", "a100-sxm:8x8", FRAMEWORK, calibration=Calibration())
 BATCH = PlanBatch.of([ParallelPlan(global_batch=64, dp_shard=64, sharding="zero3")], PROBLEM.model.num_layers)
+FP8_PLAN = ParallelPlan(global_batch=64, dp_shard=64, sharding="zero3", precision="fp8", fp8_scaling="delayed")
 ELEMENTS, NONE = np.array([3e8]), np.array([0.0])
 
 
@@ -134,3 +137,14 @@ def test_stage_three_of_2021_loses_to_pipelines_on_many_devices() -> None:
     # Of 4.43e18 operations with those repeated: 65.6 and 20.5 s.
     assert step_s["deepspeed-2021"] == pytest.approx(65.6, rel=0.25)
     assert step_s["megatron-lm-2021"] == pytest.approx(20.5, rel=0.1)
+
+
+def test_xla_gathers_weights_of_8_bit_products_as_quantised() -> None:
+    """Scales of past steps are known before the gather: a byte a weight; other code and types have two."""
+    plans = [ParallelPlan(global_batch=64, dp_shard=64, sharding="zero3"), FP8_PLAN]
+    for name, byte_counts in (("xla", (2, 1)), ("torchtitan-0.2", (2, 2))):
+        problem = replace(PROBLEM, framework=load_framework(name))
+        batch = PlanBatch.of(plans, problem.model.num_layers)
+        unit = unit_parameters(problem, batch, block_shapes(problem.model)[Block.MLP])
+        assert unit.dense_bytes == pytest.approx(np.array(byte_counts) * unit.dense)
+        assert sharded_states(problem, batch, unit).gather.buffer_bytes == pytest.approx(unit.dense_bytes)

@@ -13,9 +13,10 @@ from autoplan.cost.kernels.arithmetic import before_head_parameters, embedding_p
 from autoplan.cost.kernels.block_shapes import block_shapes, norm_parameters
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured_units import DENSE_LAYER, measured_layer
-from autoplan.cost.kernels.sizes import local_sizes, padded_vocab
+from autoplan.cost.kernels.sizes import local_sizes, padded_vocab, scales_by_past
 from autoplan.cost.network.process_groups import ProcessGroups, process_groups
 from autoplan.cost.pipeline.layout import StageBlocks
+from autoplan.cost.state_types import parameters_on_host
 from autoplan.spec.blocks import ENCODER_BLOCKS, Block
 from autoplan.spec.enums import Sharding
 from autoplan.spec.finetuning import EMBEDDING, ENCODER, HEAD
@@ -247,11 +248,18 @@ def unit_parameters(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Un
     """Return a block as a sharded unit."""
     dense, expert = local_parameters(batch, shape)
     if not shape.is_frozen:
-        return UnitParameters.all_trained(problem, dense, expert)
+        unit = UnitParameters.all_trained(problem, dense, expert)
+        return unit._replace(dense_bytes=np.where(_gathers_quantised(problem, batch), dense, unit.dense_bytes))
     element = problem.training.element_bytes
     trained, frozen = local_parameters(batch, shape, trained=True), frozen_bytes(problem, batch, shape)
     weight_bytes = element * trained.dense + frozen.dense, element * trained.expert + frozen.expert
     return UnitParameters(dense, expert, *trained, *weight_bytes)
+
+
+def _gathers_quantised(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans gather a byte for each weight of the layers' matrices, whose scale is known before."""
+    gathers = problem.framework.network.gathers_quantised & scales_by_past(batch)
+    return np.asarray(gathers & ~parameters_on_host(batch))
 
 
 class EndParameters(NamedTuple):

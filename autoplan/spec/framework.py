@@ -222,6 +222,8 @@ class Network:
     zero2_reduces_every_microbatch: bool = False  # else once a step, like zero1
     # Under zero3 gathers, and reductions, of a block: more than one where every tensor goes by itself.
     messages_per_block: float = 1.0
+    # zero3 gathers the layers' dense weights as 8-bit products read them, where their scales follow from past steps.
+    gathers_quantised: bool = False
     # What zero3 copies on the device behind a gather and before a reduction: units, out of the gathered buffer and into
     # the one to reduce, or units and the slices of all ranks, each by a kernel.
     sharded_copies: Literal["none", "units", "pieces"] = "none"
