@@ -1,11 +1,15 @@
-"""Worker processes on this machine, which join a shared search and exit when it is complete."""
+"""Worker processes on this machine, which join a shared search and exit when it is complete, or with the first one."""
 
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.connection import wait
+from threading import Thread
 
 from autoplan.base.errors import AutoplanError, InputError
 
@@ -14,7 +18,7 @@ MAX_WORKERS = 256
 
 @contextmanager
 def worker_processes(join: Callable[[], object], count: int) -> Iterator[None]:
-    """Start `count` further processes that call `join`, and wait for them to end by themselves."""
+    """Start `count` further processes that call `join`, and wait for them; an error ends them, as does our own end."""
     if not 0 <= count < MAX_WORKERS:
         raise InputError(f"--workers must be from 1 to {MAX_WORKERS}, got {count + 1}")
     if count and "fork" not in multiprocessing.get_all_start_methods():
@@ -24,6 +28,10 @@ def worker_processes(join: Callable[[], object], count: int) -> Iterator[None]:
         process.start()
     try:
         yield
+    except BaseException:
+        for process in processes:
+            process.terminate()
+        raise
     finally:
         for process in processes:
             process.join()
@@ -31,7 +39,16 @@ def worker_processes(join: Callable[[], object], count: int) -> Iterator[None]:
 
 def _run(join: Callable[[], object]) -> None:
     """Join, and exit quietly on errors, which also stop the first worker and are reported there."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what is shared is left in order
+    Thread(target=_leave_with_the_first, daemon=True).start()
     try:
         join()
     except (AutoplanError, KeyboardInterrupt):
         sys.exit(1)
+
+
+def _leave_with_the_first() -> None:
+    """End this process when the one that started it has ended, for example killed."""
+    if first := multiprocessing.parent_process():
+        wait([first.sentinel])
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -410,3 +410,43 @@ def test_one_that_was_wrongly_taken_for_dead_does_no_harm(asked: tuple[Problem, 
         thread.join()
     assert results == [EVERYTHING]
     assert Counter(trial.state for trial in fast._study.trials) == {TrialState.COMPLETE: 5, TrialState.FAIL: 1}
+
+
+def _waits(folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    time.sleep(600)
+
+
+def _works(folder: Path) -> None:
+    with worker_processes(partial(_waits, folder), 2):
+        time.sleep(600)
+
+
+@pytest.mark.parametrize("kind", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_the_first(tmp_path: Path, kind: signal.Signals) -> None:
+    first = FORK.Process(target=_works, args=(tmp_path,))
+    first.start()
+    assert first.pid is not None
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
+    os.kill(first.pid, kind)
+    wait_until(lambda: not any(_runs(int(path.name)) for path in tmp_path.iterdir()))
+    first.join()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_an_error_ends_the_other_workers(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="wrong"), worker_processes(partial(_waits, tmp_path), 1):
+        raise InputError("wrong")

@@ -31,6 +31,7 @@ from autoplan.cli.options import (
     SetOption,
     whole_number,
 )
+from autoplan.cli.process import leave_on_sigterm
 from autoplan.cli.progress import progress_bar, say_how_to_watch
 from autoplan.cli.remarks import print_warnings, print_written
 from autoplan.spec.axes import AXES
@@ -175,6 +176,7 @@ def search(
         )
     if launch_file is None and (model is None or global_batch is None or seq_len is None):
         context.fail("give MODEL, --global-batch and --seq-len, or a launch file that contains them: --from FILE")
+    leave_on_sigterm()
     result = _searched(context, quiet=quiet).with_command(command_line())
     path = out if force or is_typed(context, "out") else _free_path(out, result)
     ending = "" if path == out else f": {out} holds something else, which --force overwrites"
