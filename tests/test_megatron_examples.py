@@ -59,7 +59,13 @@ EXAMPLES: dict[str, Example] = {
         "examples/llama/train_llama3_8b_h100_fp8.sh",
         LLAMA_8B,
         ParallelPlan(
-            global_batch=128, dp_shard=8, grad_dtype="bf16", cross_entropy_fusion="native", **DELAYED, **OVERLAP
+            global_batch=128,
+            dp_shard=8,
+            attention="cudnn",
+            grad_dtype="bf16",
+            cross_entropy_fusion="native",
+            **DELAYED,
+            **OVERLAP,
         ),
         seq_len=8192,
         precision="fp8",
@@ -84,6 +90,7 @@ EXAMPLES: dict[str, Example] = {
             global_batch=128,
             dp_shard=8,
             sharding="zero3",
+            attention="cudnn",
             cross_entropy_fusion="native",
             gradient_accumulation_fusion=False,
             **DELAYED,
@@ -124,6 +131,8 @@ EXAMPLES: dict[str, Example] = {
             "--fsdp-double-buffer",
             "--megatron-fsdp-grad-comm-dtype",
             "--megatron-fsdp-main-grads-dtype",
+            "NVTE_FWD_LAYERNORM_SM_MARGIN",
+            "NVTE_BWD_LAYERNORM_SM_MARGIN",
         ),
     ),
     "gpt-oss": Example(
@@ -158,7 +167,7 @@ EXAMPLES: dict[str, Example] = {
         primus.READER,
         "PRIMUS_DIR",
         "examples/megatron/configs/MI300X/llama3.1_8B-BF16-pretrain.yaml",
-        load_model("llama3.1-8b"),
+        load_model("llama3-8b"),  # of the same sizes
         ParallelPlan(
             global_batch=128,
             micro_batch=2,
@@ -169,7 +178,7 @@ EXAMPLES: dict[str, Example] = {
         ),
         seq_len=8192,
         given={"num_devices": 8},
-        unread=("model", "enable_primus_turbo"),
+        unread=("enable_primus_turbo",),
     ),
     "primus deepseek v3": Example(
         primus.READER,
@@ -202,8 +211,6 @@ EXAMPLES: dict[str, Example] = {
             "use_turbo_deepep",
             "turbo_deepep_num_cu",
             "turbo_sync_free_moe_stage",
-            "moe_token_dispatcher_type",
-            "model",
             "moe_use_fused_router_with_aux_score",
         ),
     ),
@@ -211,12 +218,11 @@ EXAMPLES: dict[str, Example] = {
         primus.READER,
         "PRIMUS_DIR",
         "tests/trainer/test_megatron_trainer_zero_bubble.yaml",
-        replace(load_model("llama2-7b"), num_layers=16, aliases=(), sources=()),
+        replace(load_model("llama2-7b"), name="megatron", num_layers=16, aliases=(), sources=()),
         ParallelPlan(global_batch=32, pp=8, vp=2, schedule="zb-v", **PLAIN),
         seq_len=4096,
         given={"num_devices": 8},
         unread=(
-            "model",
             "pp_algorithm",
             "enable_primus_turbo",
             "use_turbo_attention",
@@ -265,7 +271,7 @@ def test_an_example_is_read_as_a_person_reads_it(name: str) -> None:
         pytest.skip(f"{example.checkout} names no checkout that has {example.path}")
     text = path.read_text()
     assert example.reader.recognises(path.name, text)
-    launch = example.reader.read(text, LaunchContext(**example.given))
+    launch = example.reader.read(text, LaunchContext(folder=path.parent, **example.given))
     assert launch.model == example.model
     assert launch.plan == example.plan
     assert (launch.training.seq_len, launch.training.precision) == (example.seq_len, example.precision)

@@ -85,6 +85,18 @@ def _fused_kernels() -> None:
                 setattr(module, name, lambda *_, **__: None)
 
 
+def _fused_adam() -> None:
+    """The optimizer of Transformer Engine, whose parameters the configuration of an optimizer looks for."""
+    from transformer_engine.pytorch import optimizers
+
+    class FusedAdam:
+        def __init__(
+            self, master_weight_dtype: Any, exp_avg_dtype: Any, exp_avg_sq_dtype: Any, use_decoupled_grad: bool
+        ) -> None: ...
+
+    optimizers.FusedAdam = FusedAdam
+
+
 def _stages(config: Any, world: int, **groups: Any) -> list[int]:
     """The layers of every chunk, rank by rank, after the groups of ranks could be made."""
     import torch.distributed as dist
@@ -279,6 +291,8 @@ def prepare(kind: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
     }[kind]
     if kind != "schedule":
         _fused_kernels()
+    if kind == "megatron-bridge":
+        _fused_adam()
 
     def asked_of(asked: dict[str, Any]) -> dict[str, Any]:
         _enter(asked.get("world", 1), asked.get("environment", {}))

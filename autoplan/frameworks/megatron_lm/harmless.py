@@ -21,7 +21,8 @@ HARMLESS = whole_names(
     "disable_last_saving*",
     # logs and profiles
     "log_* logging_* tensorboard_* wandb_* mlflow_* one_logger_* timing_log_* enable_one_logger disable_tensorboard*",
-    "disable_wandb* disable_mlflow* stderr_sink_level dump_* comment env_vars moe_per_layer_logging",
+    "disable_wandb* disable_mlflow* stderr_sink_level dump_* debug_scheduler_table comment env_vars",
+    "moe_per_layer_logging",
     "use_pytorch_profiler profile profile_ranks profile_step_start profile_step_end profile_steps profile_log_ranks",
     "profile_target",
     # data and tokens
