@@ -22,6 +22,7 @@ from autoplan.search.frontier import limit_bytes
 from autoplan.search.objectives import Measure, Objective, Run, costs_of, figures, least_figures, measures_of
 from autoplan.search.placement import place_best
 from autoplan.search.ranking import TIE
+from autoplan.search.simple import simplest_first
 from autoplan.search.space import Space
 from autoplan.search.study import Progress, Shared, search
 from autoplan.spec.problem import Problem
@@ -72,10 +73,12 @@ def search_sizes(
     *,
     barred: Collection[str] = (),
     shared: Shared | None = None,
+    is_simple: bool = False,
 ) -> SizeSearchResult:
     """Find the plans over all sizes that are best in the objectives and within the limits of the run.
 
-    For one objective this is one plan, for several the exact front.  Raises NoPlanError if no size has such a plan.
+    For one objective this is one plan, for several the exact front.  With `is_simple` the plan of a size is the
+    simplest that is about as fast as the fastest.  Raises NoPlanError if no size has such a plan.
     Options excluded from spaces are tried except those in `barred` (`with_excluded_options`).  Workers of a `shared`
     search process sizes in the same order and share the search of each, with one study per size.
     """
@@ -87,7 +90,7 @@ def search_sizes(
         if why := _ruled_out(size, front, objectives, run):
             outcomes.append(SizeOutcome(num_nodes=size.num_nodes, best=None, least=size.least, why=why))
         else:
-            results[size.num_nodes] = result = _searched(size, measures, barred, shared)
+            results[size.num_nodes] = result = _searched(size, measures, barred, shared, is_simple=is_simple)
             plans = result.ranked[:1] if measures == ("time",) else result.ranked
             run_plans = [_run_plan(size, run, plan) for plan in plans]
             outcomes.append(_outcome(size, run_plans, objectives, run))
@@ -115,14 +118,17 @@ def search_sizes(
 
 
 def _searched(
-    size: _Size, measures: tuple[Measure, ...], barred: Collection[str], shared: Shared | None
+    size: _Size, measures: tuple[Measure, ...], barred: Collection[str], shared: Shared | None, *, is_simple: bool
 ) -> SearchResult:
     """Search one size, and try the options that its space excludes."""
+    space = size.space
     result = search(size.problem, size.space, measures=measures, shared=_of_size(shared, size))
     if measures == ("time",):
         result = place_best(size.problem, result)
     if result.ranked:
-        _, result = with_excluded_options(size.problem, size.space, result, barred, measures=measures)
+        space, result = with_excluded_options(size.problem, space, result, barred, measures=measures)
+        if is_simple and measures == ("time",):
+            result = simplest_first(size.problem, space, result)
     return result
 
 

@@ -41,6 +41,7 @@ _KIND = ("sharding", *_REPEATS, "offload")
 _INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
 # Axes known for a group and for a kind, so that rules that depend only on these can be evaluated.  Overlap switches may
 # depend on the schedule.
+_KNOWN_OF_CELL = frozenset((*DEGREES, "precision", "attention"))
 _KNOWN_OF_GROUP = frozenset((*DEGREES, *_GROUP, "precision", "attention"))
 _STATES = frozenset(("sharding", "offload", "offload_percent"))
 # Offload choices for states without replicas; zero3 also keeps gradients where the optimizer is.
@@ -132,9 +133,13 @@ class Space:
 
         Axes that vary inside a group have their plain values.
         """
-        groups, owner = self._groups(cells)
+        # What degrees alone decide is asked once for each cell, which may have thousands of groups.
+        plain = np.zeros((len(_GROUP), len(cells)), dtype=np.int64)
+        degrees_only = self._group_batch(cells, np.arange(len(cells)), plain)
+        kept = np.flatnonzero(legal_so_far(self.rules, self.workload, degrees_only, _KNOWN_OF_CELL))
+        groups, owner = self._groups([cells[at] for at in kept.tolist()])
         lawful = legal_so_far(self.rules, self.workload, groups, _KNOWN_OF_GROUP)
-        return groups.take(lawful), owner[lawful]
+        return groups.take(lawful), kept[owner[lawful]]
 
     def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
         """Return (kinds of `groups` that may be legal, each one's group), with the fewest recomputed layers.
@@ -202,36 +207,40 @@ class Space:
         return batch.take(order), owner[order]
 
     def _groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
-        rows = [self._group_rows(cell) for cell in cells]
-        owner, values = _expanded(np.arange(len(cells)), rows, len(_GROUP))
+        tables = [self._group_rows(cell) for cell in cells]
+        owner = np.repeat(np.arange(len(cells)), [len(table) for table in tables])
+        values = np.concatenate([table.T for table in tables] or [np.empty((len(_GROUP), 0), np.int64)], axis=1)
+        return self._group_batch(cells, owner, values), owner
+
+    def _group_batch(self, cells: Sequence[Cell], owner: Ints, values: Ints) -> PlanBatch:
+        """Return the groups with these values of `_GROUP` in their rows, each of the cell at its index in `owner`."""
         degrees = {axis: np.array([getattr(cell, axis) for cell in cells], dtype=np.int64)[owner] for axis in DEGREES}
-        chosen = dict(zip(_GROUP, values.T, strict=True))
-        zeros, off = np.zeros(len(owner), dtype=np.int64), np.zeros(len(owner), dtype=np.bool_)
+        chosen = dict(zip(_GROUP, values, strict=True))
+
+        def same(code: int, kind: type = np.int64) -> Any:  # a view of one number, as there may be millions of groups
+            return np.broadcast_to(np.array(code, dtype=kind), len(owner))
+
         # Monotone axes have the value with the smallest costs, so that bounds of groups hold.
         least = {axis.name: self.limits.of(axis.name)[-1] for axis in _MONOTONE}
-        plain = {
-            axis.name: (zeros + axis.code(least.get(axis.name, axis.default))).astype(column_type(axis))
-            for axis in _PLAIN
-        }
+        plain = {axis.name: same(axis.code(least.get(axis.name, axis.default)), column_type(axis)) for axis in _PLAIN}
         chosen |= {axis.name: chosen[axis.name].astype(column_type(axis)) for axis in _GROUP_WORDS}
         columns = {
             **plain,
             **degrees,
             **chosen,
-            "sharding": zeros + Sharding.NONE.code,
-            "param_gather_overlap": off,  # unsharded, no parameters are gathered
-            "precision": zeros + self.limits.precision.code,
-            "attention": zeros + self.limits.attention.code,
+            "sharding": same(Sharding.NONE.code),
+            "param_gather_overlap": same(0, np.bool_),  # unsharded, no parameters are gathered
+            "precision": same(self.limits.precision.code),
+            "attention": same(self.limits.attention.code),
         }
-        batch = PlanBatch(
+        return PlanBatch(
             **columns,
-            recompute_modules=zeros,
-            recompute_num_layers=zeros,
-            layout=zeros,
+            recompute_modules=same(0),
+            recompute_num_layers=same(0),
+            layout=same(0),
             layouts=((self.workload.model.num_layers,),),
             placement=self.placement,
         )
-        return batch, owner
 
     def _kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
         present, at = np.unique(owner, return_inverse=True)
@@ -408,13 +417,14 @@ def _expanded(columns: Ints, tables: Sequence[Ints], width: int) -> tuple[Ints, 
 
 @lru_cache(maxsize=4096)
 def _group_rows(limits: Limits, dp: int, choices: tuple[tuple[Value, ...], ...]) -> Ints:
+    codes = [[axis.code(value) for value in values] for axis, values in zip(_GROUP_WORDS, choices, strict=True)]
     rows = [
-        (batch, micro, *(axis.code(value) for axis, value in zip(_GROUP_WORDS, values, strict=True)))
+        (batch, micro, *words)
         for batch in limits.global_batches
         if batch % dp == 0
         for micro in divisors(batch // dp)
         if limits.admits("micro_batch", micro)
-        for values in product(*choices)
+        for words in product(*codes)
     ]
     return np.array(rows, dtype=np.int64).reshape(-1, len(_GROUP))
 

@@ -64,9 +64,7 @@ def test_the_new_plan_is_the_best_of_all_numbers_of_nodes_that_are_left(before: 
     steps = []
     for nodes in (2, 3):
         try:
-            other = autoplan.search(
-                "llama3-8b", cluster=f"h100-sxm:{nodes}x8", global_batch=128, seq_len=4096, prefer="fastest"
-            )
+            other = autoplan.search("llama3-8b", cluster=f"h100-sxm:{nodes}x8", global_batch=128, seq_len=4096)
         except NoPlanError:
             continue
         steps.append(other.best.step_s)

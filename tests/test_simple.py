@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import autoplan
 from autoplan.frameworks.common.rules import broken
 from autoplan.search.plan_changes import prices
 from autoplan.search.simple import MAX_SLOWER, _parts, simplest_first, simplified
@@ -94,3 +95,15 @@ def test_limits_of_the_user_stay() -> None:
     offloaded = priced(problem, tp=2, sp=True, dp_shard=8, offload="optimizer")
     _, found = simplified(problem, space, offloaded, offloaded.s_per_sequence * (1 + MAX_SLOWER))
     assert found.plan.offload == "optimizer"
+
+
+def test_a_comparison_names_the_plan_that_a_search_does() -> None:
+    """Where the fastest plan has more options than the simplest that is about as fast."""
+    place: dict[str, Any] = {"global_batch": 128, "seq_len": 4096}
+    fastest, found = (
+        autoplan.search("llama3-8b", cluster="h100-sxm:3x8", **place, prefer=preference)
+        for preference in ("fastest", "simple")
+    )
+    [row] = autoplan.compare("llama3-8b", clusters=["h100-sxm:3x8"], **place).outcomes
+    assert row.outcome.best
+    assert row.outcome.best.plan.plan == found.best.plan != fastest.best.plan

@@ -1,4 +1,4 @@
-"""Comparisons of clusters and node counts: the fastest plan of each, with throughput, cost and energy."""
+"""Comparisons of clusters and node counts: the best plan of each, with throughput, cost and energy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompareOptions(ProblemOptions, RunOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareResult(Result):
-    """The fastest plans of clusters and node counts, in the given order."""
+    """The best plans of clusters and node counts, in the given order."""
 
     outcomes: tuple[Compared, ...]
     warnings: tuple[str, ...] = ()  # devices that nobody measured
@@ -75,7 +75,7 @@ def compare(
     progress: Progress | None = None,
     **options: Unpack[CompareOptions],
 ) -> CompareResult:
-    """Compare the fastest plans of several clusters and node counts (`nodes`), each with the proof of `search`.
+    """Compare the best plans of several clusters and node counts (`nodes`), each chosen and proven as by `search`.
 
     `prices` maps a cluster to the price of a device per hour, "" being all others; the other arguments are as for
     `search`.
@@ -120,10 +120,11 @@ def compare(
 
 
 def fastest(problem: Problem, num_nodes: int, space_of: Callable[[Problem], Space], run: Run) -> SizeOutcome:
-    """Return the fastest plan on this many nodes, or why there is none."""
+    """Return the simplest plan that is about as fast as the fastest on this many nodes, or why there is none."""
     smaller = resized(problem, num_nodes)
     try:
-        chosen = search_sizes((num_nodes,), lambda _: (smaller, space_of(smaller)), find_objectives(["step-time"]), run)
+        step_time = find_objectives(["step-time"])
+        chosen = search_sizes((num_nodes,), lambda _: (smaller, space_of(smaller)), step_time, run, is_simple=True)
     except NoPlanError as error:
         return SizeOutcome(num_nodes=num_nodes, best=None, least=None, why=str(error).partition(";")[0])
     return chosen.report.sizes[0]

@@ -191,7 +191,9 @@ def _best_run(question: _Question, run: RunOptions) -> PlanResult:
         name = question.sampling.name
         raise InputError(f"--sampler {name} is for step times on one cluster: leave objectives and runs out")
     make_space = partial(space_of, flags=question.space)
-    best_size = partial(search_run, question.problem, run, make_space, barred=question.space.barred)
+    best_size = partial(
+        search_run, question.problem, run, make_space, barred=question.space.barred, is_simple=question.is_simple
+    )
     chosen = question.sharing.run(best_size)
     return _result(question.file(chosen.problem, chosen.plans, chosen.certificate, run=chosen.report), chosen.problem)
 

@@ -134,11 +134,12 @@ def search_run(
     *,
     barred: Collection[str] = (),
     shared: Shared | None = None,
+    is_simple: bool = True,
 ) -> SizeSearchResult:
     """Return the best plans for a run over all allowed node counts.
 
     For a budget, a deadline or the number of devices without node counts, all counts up to the size of the cluster are
-    tried.  `barred` are the axes and values that the user excluded.
+    tried.  `barred` are the axes and values that the user excluded; `is_simple` prefers simple plans (`search_sizes`).
     """
     run = make_run(options)
     objectives = objectives_of(options, run, problem.training)
@@ -157,4 +158,4 @@ def search_run(
         smaller = resized(problem, num_nodes)
         return smaller, make_space(smaller)
 
-    return search_sizes(sizes, sized, objectives, run, progress, barred=barred, shared=shared)
+    return search_sizes(sizes, sized, objectives, run, progress, barred=barred, shared=shared, is_simple=is_simple)
