@@ -645,6 +645,12 @@ def test_other_bad_input_is_one_line(folder: Path, arguments: tuple[str, ...], s
     assert_refused(folder, *arguments, says=says)
 
 
+def test_a_plan_is_written_to_a_name_that_is_no_text(folder: Path) -> None:
+    name = os.fsdecode(b"plan\xff.json")
+    assert run(folder, "estimate", "llama.json", *PLACE, "--out", name).returncode == 0
+    assert json.loads((folder / name).read_text())["command"].endswith("--out 'plan\\udcff.json'")
+
+
 def test_a_plan_file_of_another_version_is_refused(searched: Path, tmp_path: Path) -> None:
     table = json.loads((searched / "plan.json").read_text())
     (tmp_path / "new.json").write_text(json.dumps(table | {"schema_version": 99}))

@@ -289,6 +289,15 @@ def test_rows_that_no_program_wrote_are_said_to_be_so(
     assert all(re.search(str(says), fault) and fault.isprintable() for fault in messages)
 
 
+def test_a_name_of_a_file_that_is_no_text_is_a_database(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"times\xff.db")
+    with open_store(str(path)) as store:
+        store.add([GEMM])
+    with open_store(str(path), writable=False) as store:
+        assert list(store.records()) == [GEMM]
+    assert path.is_file()
+
+
 def test_a_database_that_another_program_holds_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "timings.db"
     with open_store(str(path)) as store:

@@ -50,5 +50,6 @@ def redact_arguments(arguments: Sequence[str]) -> tuple[list[str], dict[str, str
 
 
 def command_line() -> str:
-    """Return the command line without passwords."""
-    return shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])
+    """Return the command line without passwords; bytes that are no text, as in the names of some files, are escaped."""
+    line = shlex.join(["autoplan", *redact_arguments(sys.argv[1:])[0]])
+    return line.encode("utf-8", "backslashreplace").decode()

@@ -171,7 +171,7 @@ def _sqlite(path: Path, *, writable: bool, creates: bool) -> Database:
             raise NoStoreError(f"{name}: no such file: `autoplan profile` or `autoplan db import` makes one")
     except OSError as error:
         raise StoreError(f"{name}: {error.strerror or error}") from None
-    place = f"file:{quote(str(path.absolute()))}"
+    place = f"file:{quote(os.fsencode(path.absolute()))}"
 
     def connect(options: str) -> sqlite3.Connection:
         # `_begin` starts transactions, not the driver, which would start them late.
