@@ -21,7 +21,7 @@ TAIL = (1 - COVER) / 2
 MANY_RUNS = 10  # of a source: more of them count no more
 SMOOTH = 0.005  # of a logarithm: over it the slope of the score changes at the end of an interval, for the minimiser
 LEAST_SHARE = 1e-3  # beyond an end, however few sources are known
-# Runs of the next round are harder than those fitted to: in order of time over rounds 2 to 11, spreads as fitted hold
+# Runs of the next round are harder than those fitted to: in order of time over rounds 2 to 12, spreads as fitted hold
 # 88 % of them (mean of sources), and 1.1 times as wide 90 %, at the same interval score.
 MARGIN = 1.1
 
