@@ -43,6 +43,7 @@ _INSIDE = ("vp", "schedule", "layout", "recompute_num_layers")
 # depend on the schedule.
 _KNOWN_OF_CELL = frozenset((*DEGREES, "precision", "attention"))
 _KNOWN_OF_GROUP = frozenset((*DEGREES, *_GROUP, "precision", "attention"))
+_CELLS_AT_ONCE = 128  # whose groups are held together, lawful or not: some have thousands
 _STATES = frozenset(("sharding", "offload", "offload_percent"))
 # Offload choices for states without replicas; zero3 also keeps gradients where the optimizer is.
 _ALONE = (("zero1", "optimizer"), ("zero3", "optimizer"), ("zero3", "parameters"))
@@ -137,9 +138,16 @@ class Space:
         plain = np.zeros((len(_GROUP), len(cells)), dtype=np.int64)
         degrees_only = self._group_batch(cells, np.arange(len(cells)), plain)
         kept = np.flatnonzero(legal_so_far(self.rules, self.workload, degrees_only, _KNOWN_OF_CELL))
-        groups, owner = self._groups([cells[at] for at in kept.tolist()])
-        lawful = legal_so_far(self.rules, self.workload, groups, _KNOWN_OF_GROUP)
-        return groups.take(lawful), kept[owner[lawful]]
+        owners, tables = [np.empty(0, dtype=np.int64)], [np.empty((len(_GROUP), 0), dtype=np.int64)]
+        for start in range(0, len(kept), _CELLS_AT_ONCE):
+            block = kept[start : start + _CELLS_AT_ONCE]
+            inside, values = self._group_values([cells[at] for at in block.tolist()])
+            groups = self._group_batch(cells, block[inside], values)
+            lawful = np.flatnonzero(legal_so_far(self.rules, self.workload, groups, _KNOWN_OF_GROUP))
+            owners.append(block[inside[lawful]])
+            tables.append(values[:, lawful])
+        owner = np.concatenate(owners)
+        return self._group_batch(cells, owner, np.concatenate(tables, axis=1)), owner
 
     def kinds(self, cells: Sequence[Cell], groups: PlanBatch, owner: Ints) -> tuple[PlanBatch, Ints]:
         """Return (kinds of `groups` that may be legal, each one's group), with the fewest recomputed layers.
@@ -206,11 +214,12 @@ class Space:
         order = np.argsort(owner, kind="stable")
         return batch.take(order), owner[order]
 
-    def _groups(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
+    def _group_values(self, cells: Sequence[Cell]) -> tuple[Ints, Ints]:
+        """Return (index of the cell of each group, values of `_GROUP` in their rows) of all groups."""
         tables = [self._group_rows(cell) for cell in cells]
         owner = np.repeat(np.arange(len(cells)), [len(table) for table in tables])
         values = np.concatenate([table.T for table in tables] or [np.empty((len(_GROUP), 0), np.int64)], axis=1)
-        return self._group_batch(cells, owner, values), owner
+        return owner, values
 
     def _group_batch(self, cells: Sequence[Cell], owner: Ints, values: Ints) -> PlanBatch:
         """Return the groups with these values of `_GROUP` in their rows, each of the cell at its index in `owner`."""
@@ -392,8 +401,8 @@ class Space:
         return len(self._group_rows(cell)) * int(shares.sum()) * of_states
 
     def _candidates(self, cells: Sequence[Cell]) -> tuple[PlanBatch, Ints]:
-        groups, owner = self._groups(cells)
-        kinds, of_group = self._kinds(cells, groups, owner)
+        owner, values = self._group_values(cells)
+        kinds, of_group = self._kinds(cells, self._group_batch(cells, owner, values), owner)
         kinds, of_share = self._shared(kinds)
         batch, of_kind = self.plans_in(kinds)
         return batch, owner[of_group][of_share][of_kind]
