@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -29,7 +29,7 @@ from autoplan.cost.estimate import estimate
 from autoplan.cost.memory.stage_memory import ALLOCATED_TERMS, MEMORY_TERMS, peaks
 from autoplan.runs.predictions import recompute_is_stated
 from autoplan.runs.runs import Run, read_runs
-from autoplan.spec.estimate import probability_above
+from autoplan.spec.estimate import oom_probability
 from autoplan.spec.framework import Framework
 from autoplan.spec.problem import Problem
 
@@ -57,7 +57,8 @@ MEMORY_TRAITS = (
 TABLES = [RUNS, *(Path(__file__).with_name(name) for name in ("blind_runs.csv", "finetuning_runs.csv"))]
 MIN_OOM = 10  # runs, for a spread of verdicts
 ROWS_PER_TRAIT = 15  # at least, of a framework on one generation of devices
-BANDS = (0.0, 0.05, 0.3, 0.7, 0.95, 1.0)  # of probabilities
+BANDS = (0.0, 0.05, 0.2, 0.5, 0.8, 0.95, 1.0)  # of probabilities
+WHOLE_SOURCE = 10  # runs from which on a source counts as all others do; fewer count for less
 # Sources that the presets were made with; all others came later.
 FIRST_SOURCES = frozenset(
     """bekman bloom dgxc hagemann korth2022 korth2240 korth_fig1 megascale misc1 misc2 mlm2021 mlm2024 mosaic mtnlg
@@ -243,7 +244,7 @@ def surprise(cases: Sequence[Case], prediction: Predicted) -> float:
         spread = case.problem.calibration.memory_spread
         if case.peak_gib is not None:
             total += abs(math.log(logged / case.peak_gib)) / spread
-        probability = 0.5 * math.erfc(-z / math.sqrt(2))
+        probability = oom_probability(float(z))
         total -= math.log(max(probability if case.is_oom else 1 - probability, 1e-6))
     return total
 
@@ -314,20 +315,23 @@ def show_probabilities(cases: Sequence[Case], prediction: Predicted) -> None:
 
 
 def _show_bands(title: str, cases: Sequence[Case], prediction: Predicted, which: Bools) -> None:
-    probability = np.array([probability_above(float(z)) for z in prediction.oom_z])
+    probability = np.array([oom_probability(float(z)) for z in prediction.oom_z])
     true = np.array([case.is_oom for case in cases])
     print(f"\nprobability of running out of memory: {title}")
-    print("     band       runs   mean said   happened   95 % band of that")
+    print("     band       runs   mean said   happened   95 % band of that         by source: said, happened")
+    sizes = Counter(case.source for case, is_in in zip(cases, which, strict=True) if is_in)
+    weight = np.array([min(sizes[case.source], WHOLE_SOURCE) / max(sizes[case.source], 1) for case in cases])
     for low, high in pairwise(BANDS):
         inside = which & (probability >= low) & ((probability < high) | (high == 1.0))
         if not (count := int(inside.sum())):
             continue
         happened, said = int(true[inside].sum()), 100 * probability[inside].mean()
         least, most = 100 * beta_band(happened, count)
-        is_off = "" if least <= said <= most else "  off"
+        is_off = "" if least <= said <= most else "off"
+        by_source = [100 * float(np.average(value[inside], weights=weight[inside])) for value in (probability, true)]
         print(
             f"{100 * low:4.0f} to {100 * high:3.0f} %{count:8d}{said:10.1f} %{100 * happened / count:9.1f} %"
-            f"{least:9.1f} to {most:5.1f} %{is_off}"
+            f"{least:9.1f} to {most:5.1f} %  {is_off:6}{by_source[0]:12.1f} %{by_source[1]:9.1f} %"
         )
 
 

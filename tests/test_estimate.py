@@ -924,12 +924,15 @@ def test_a_plan_that_needs_exactly_the_capacity_runs_out_of_memory_half_the_time
 
 
 @pytest.mark.parametrize(
-    ("z", "verdict"), [(-3.0, "fits"), (-1.70, "fits"), (-1.60, "risky"), (-0.01, "risky"), (0.01, "oom"), (3, "oom")]
+    ("z", "verdict"), [(-3.0, "fits"), (-1.75, "fits"), (-1.68, "risky"), (-0.01, "risky"), (0.01, "oom"), (3, "oom")]
 )
 def test_verdicts_change_at_5_and_50_percent(z: float, verdict: str) -> None:
     found, probability = verdict_at(math.exp(0.06 * z))
     assert found == verdict
-    assert probability == pytest.approx(0.5 * (1 + math.erf(z / math.sqrt(2))), abs=1e-6)
+    # One run in fifty has a spread six times as wide.
+    usual, surprising = (0.5 * (1 + math.erf(z / spread / math.sqrt(2))) for spread in (1, 6))
+    assert probability == pytest.approx(0.98 * usual + 0.02 * surprising, abs=1e-6)
+    assert (probability > 0.05, probability > 0.5) == (verdict != "fits", verdict == "oom")
     assert (probability > RISKY_ABOVE) + (probability > OOM_ABOVE) == VERDICTS.index(verdict)
 
 

@@ -35,7 +35,7 @@ from autoplan.search.mixed_run import search_parts
 from autoplan.search.sensitivity import mixed_sensitivity
 from autoplan.search.simple import MAX_SLOWER
 from autoplan.search.structures import NOTHING_EQUAL, Equal
-from autoplan.spec.estimate import probability_above
+from autoplan.spec.estimate import oom_probability
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.mixed_result import MixedResult, MixedToday
 from autoplan.spec.model import ModelSpec
@@ -229,5 +229,5 @@ def _no_plan(problem: MixedProblem, result: MixedResult, target: Target | None) 
     stages = [stage for kind in result.closest.kinds for stage in kind.stages]
     worst = max(stages, key=lambda stage: stage.oom_z)
     where = f" on {problem.cluster.parts[worst.part].name}"
-    needed = needed_text(worst.memory_bytes, worst.capacity_bytes, probability_above(worst.oom_z), where)
+    needed = needed_text(worst.memory_bytes, worst.capacity_bytes, oom_probability(worst.oom_z), where)
     return NoPlanError(f"no plan fits: the closest needs {needed}: use more devices or a shorter sequence")

@@ -16,7 +16,7 @@ from autoplan.frameworks.common.rules import legal_on_own_devices
 from autoplan.frameworks.registry import book_of, find_target
 from autoplan.launch.start import NodeRange
 from autoplan.search.ranking import ranked, training_flops_per_token
-from autoplan.spec.estimate import datasheet_peak, probability_above
+from autoplan.spec.estimate import datasheet_peak, oom_probability
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, as_parallel
 from autoplan.spec.mixed_result import MixedCost
 from autoplan.spec.plan import PlanBatch
@@ -122,7 +122,7 @@ def _ranked(problem: MixedProblem, cost: MixedCost, started: StartedPlan) -> Ran
         mfu=tokens_per_s * training_flops_per_token(problem.model, problem.training) / peak,
         memory_bytes=fullest.memory_bytes,
         memory_headroom_bytes=fullest.capacity_bytes - fullest.memory_bytes,
-        oom_probability=probability_above(cost.oom_z),
+        oom_probability=oom_probability(cost.oom_z),
         verdict=cost.verdict,
         terms_s=cost.terms_s,
     )

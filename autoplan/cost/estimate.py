@@ -17,7 +17,7 @@ from autoplan.cost.pipeline.order import chunks_of_ranks
 from autoplan.cost.spreads import NORMAL_90, Familiarity
 from autoplan.cost.stages import MicroBatchCosts, Stages, lay_out, microbatch_terms
 from autoplan.cost.step import LaidOutPipelines, step_terms, with_stragglers
-from autoplan.spec.estimate import CostEstimate, StageCost, probability_above
+from autoplan.spec.estimate import CostEstimate, StageCost, oom_probability
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.terms import KERNEL_TERMS, STEP_TERMS, TRAFFIC_TERMS
@@ -153,7 +153,7 @@ def stage_cost(problem: Problem, laid: Stages, at: int, stage: int) -> StageCost
         terms_s={name: overall * float(value[at]) for name, value in terms.items()},
         memory_bytes=float(reserved),
         memory_terms_bytes={name: float(value[at, stage]) for name, value in laid.memory.terms.items()},
-        oom_probability=probability_above(
+        oom_probability=oom_probability(
             float(np.log(reserved / problem.capacity_bytes)) / problem.calibration.memory_spread
         ),
     )

@@ -42,7 +42,7 @@ class Calibration:
     A factor of 1 is the reference model.  Spreads are standard deviations of log(measured / predicted).  Plans that
     resemble the runs of the calibration get the spread of those runs, by kind of plan; all others get the general
     spreads of `cost.spreads`.  The 90 % interval of a step time is exp(+-1.645 spread) around the prediction, and the
-    probability of running out of memory follows from `memory_spread`.
+    probability of running out of memory follows from `memory_spread` (`oom_probability`).
     """
 
     name: str = "reference"
@@ -64,7 +64,7 @@ class Calibration:
     most_devices: int = 0  # 0: any number
     # Share of a step outside of kernels, without bubbles, up to which plans resemble the runs: their 95 % quantile.
     exposed_share: float = 1.0
-    memory_spread: float = 0.06
+    memory_spread: float = 0.10
     sources: tuple[str, ...] = ()
     fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept
 

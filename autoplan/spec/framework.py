@@ -147,6 +147,9 @@ class Kernels:
     # Of the products alone that share is repeated, attention and what reduces its output and the MLP's are not, and all
     # else is.
     selective_saves_attention: bool = False
+    # Parts of a mixture's layers are compiled on their own, so that what chooses the outputs to keep sees no products.
+    compiles_mixtures_in_parts: bool = False
+    keeps_exchanged: bool = False  # what is chosen to be kept includes what experts' ranks have exchanged
     # Recomputing a whole layer ends before its last matrix, whose output no gradient needs; tokens that a dispatcher
     # weights before it sums them stay with experts.
     recompute_stops_early: bool = False

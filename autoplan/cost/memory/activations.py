@@ -10,6 +10,7 @@ from autoplan.base.arrays import Floats, Ints, add_up, distinct_rows
 from autoplan.cost.kernels.block_shapes import layer_shapes
 from autoplan.cost.kernels.cross_entropy import held_bytes_per_logit
 from autoplan.cost.kernels.sizes import local_logits, norm_tokens
+from autoplan.cost.memory.chosen_outputs import chooses_outputs, chosen_bytes
 from autoplan.cost.memory.recompute import Offloaded, Parts, activation_parts, kept_bytes, offloaded
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks, by_chunks, chunk_blocks, chunk_layers_of, repeats_beside
@@ -129,6 +130,10 @@ def block_bytes(problem: Problem, batch: PlanBatch, parts: dict[Block, Parts]) -
     """
     freed = offloaded_blocks(problem, batch, parts)
     kept = {block: kept_bytes(problem, batch, own) - freed[block].freed_bytes for block, own in parts.items()}
+    if (chooses := chooses_outputs(problem, batch)).any():
+        inputs = stored_bytes(problem, batch)
+        for block, size in chosen_bytes(problem, batch).items():
+            kept[block] = np.where(chooses, inputs + size, kept[block])
     encoding = problem.of_encoder
     if encoding is None:
         return kept

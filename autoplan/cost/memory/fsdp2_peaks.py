@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats
+from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.state_types import WIDE_BYTES
 
 # Memory terms at the candidate peaks of each phase of a step.
@@ -24,6 +24,7 @@ class PassSizes:
     """Inputs of the candidate peaks; parameters in elements per rank before data-parallel sharding."""
 
     element_bytes: float  # per gradient element as produced by the backward pass
+    reduced_bytes: Floats  # per gradient element as kept after its reduction, in the type of the weights
     copy_bytes: Floats  # per weight as read by passes; 0 if they read the fp32 weights directly
     parameters: Floats
     ends: Floats  # embedding, head and last norm, which belong to the root unit
@@ -69,7 +70,7 @@ def pass_terms(sizes: PassSizes) -> Snapshots:
     # A layer's gradients, concatenated in fp32 for the reduction.
     reduced = np.where(in_place, 0.0, (element + WIDE_BYTES) * sizes.unit)
     head_gradient = element * sizes.head
-    layers = WIDE_BYTES * (sizes.kept - sizes.kept_ends)
+    layers = sizes.reduced_bytes * (sizes.kept - sizes.kept_ends)
     earlier = np.maximum(accumulated, layers)
     # The input of the last reduction stays alive until the next one (FSDPParamGroup.post_backward).
     read = WIDE_BYTES * sizes.ends * sizes.reduces_every
@@ -90,9 +91,11 @@ def pass_terms(sizes: PassSizes) -> Snapshots:
     )
     tables = np.where(in_place, WIDE_BYTES * (sizes.ends - sizes.head) * adds, (copy + WIDE_BYTES) * sizes.ends)
     root = _snapshot(
-        np.where(in_place, WIDE_BYTES * sizes.kept, earlier), sizes.later_live, gathered=tables + element * sizes.summed
+        np.where(in_place, sizes.reduced_bytes * sizes.kept, earlier),
+        sizes.later_live,
+        gathered=tables + element * sizes.summed,
     )
-    update = _snapshot(WIDE_BYTES * sizes.kept)
+    update = _snapshot(sizes.reduced_bytes * sizes.kept)
     return {"forward": (forward, loss), "backward": (last, first, root), "update": (update,)}
 
 
@@ -138,7 +141,7 @@ def stage_terms(sizes: PipelineSizes) -> Snapshots:
     def buffered(*snapshots: dict[str, Floats]) -> tuple[dict[str, Floats], ...]:
         return tuple({**snapshot, "activations": snapshot["activations"] + sizes.buffers} for snapshot in snapshots)
 
-    update = _snapshot(WIDE_BYTES * passes.kept)
+    update = _snapshot(passes.reduced_bytes * passes.kept)
     return {"forward": buffered(*forward), "backward": buffered(*backward), "update": buffered(update)}
 
 
@@ -154,6 +157,19 @@ def with_gathered(snapshots: Snapshots, gathered: Floats) -> Snapshots:
         )
         for phase, phase_snapshots in snapshots.items()
     }
+
+
+def stream_pool_bytes(sizes: PassSizes, snapshots: Snapshots) -> Floats:
+    """Return what is reserved beyond the largest total, as two of FSDP2's streams have blocks of their own.
+
+    Reduced gradients, and what a gather writes before it is copied into the weights, are allocated on other streams
+    than all else, and no stream takes another one's blocks (_fsdp_collectives.py, foreach_reduce, foreach_all_gather).
+    """
+    reduced = sizes.reduced_bytes * sizes.kept
+    moments = [terms for phase in snapshots.values() for terms in phase]
+    totals = np.stack([add_up(terms.values()) for terms in moments])
+    beside = totals - np.minimum(np.stack([terms["gradients"] for terms in moments]), reduced)
+    return beside.max(axis=0) + reduced - totals.max(axis=0) + sizes.copy_bytes * np.maximum(sizes.head, sizes.unit)
 
 
 def at_peak(snapshots: Snapshots) -> dict[str, Floats]:

@@ -23,6 +23,7 @@ from autoplan.cost.kernels.sizes import (
     widest_mlp,
 )
 from autoplan.cost.memory.activations import ChunkEnds, activation_bytes, layer_bytes, logit_bytes, stored_bytes
+from autoplan.cost.memory.chosen_outputs import chooses_outputs
 from autoplan.cost.memory.fsdp2_peaks import PassSizes, PipelineSizes
 from autoplan.cost.memory.recompute import casts_norms, eager_norm_bytes
 from autoplan.cost.network.algorithms import ProcessGroup
@@ -30,7 +31,7 @@ from autoplan.cost.network.process_groups import ProcessGroups
 from autoplan.cost.parameters import StageParameters, frozen_bytes, local_parameters, spread_bytes
 from autoplan.cost.pipeline.closed_forms import in_flight_chunks
 from autoplan.cost.pipeline.layout import StageBlocks
-from autoplan.cost.state_types import WIDE_BYTES, parameters_on_host
+from autoplan.cost.state_types import WIDE_BYTES, grad_bytes, parameters_on_host
 from autoplan.spec.blocks import Block
 from autoplan.spec.enums import Schedule, Sharding
 from autoplan.spec.finetuning import EMBEDDING, HEAD
@@ -38,10 +39,11 @@ from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
 
-def dealt_experts(groups: ProcessGroups, num_experts: int) -> ProcessGroups:
+def dealt_experts(groups: ProcessGroups, num_experts: int, ep: Ints) -> ProcessGroups:
     """Shard experts as FSDP2 does: whole experts on the first ranks, priced as an even share over fewer ranks."""
-    stride, size, _ = groups.shard
-    return replace(groups, expert_shard=ProcessGroup(stride, num_experts // -(-num_experts // size)))
+    stride, size, _ = groups.expert_shard
+    num_local = np.maximum(num_experts // ep, 1)
+    return replace(groups, expert_shard=ProcessGroup(stride, num_local // -(-num_local // size)))
 
 
 def pass_sizes(
@@ -53,7 +55,7 @@ def pass_sizes(
     per_block: dict[Block, Floats],
     repeat: Floats,
 ) -> PassSizes:
-    """Sizes for an FSDP2 step; `repeat` are the bytes that a fully recomputed layer stores again."""
+    """Sizes for an FSDP2 step; `repeat` are the bytes that a recomputed layer stores again."""
     model, finetuning = problem.model, problem.training.finetuning
     shapes, parameters = block_shapes(model, finetuning), parameters.trained
     in_each = (batch.sharding >= Sharding.ZERO2.code) & (batch.pp == 1)
@@ -77,10 +79,13 @@ def pass_sizes(
     gate = 2 if model.gated_mlp else 1
     element = problem.training.element_bytes
     transients = element * tokens * ((gate + 1) * widest_mlp(model) / batch.tp + model.hidden_size)
+    repeats = blocks.repeats_chunk | chooses_outputs(problem, batch)[:, None]
+    per_gradient = grad_bytes(problem, batch)
     # Weights that are neither cast nor gathered are read in place.
     has_copies = (batch.dp > 1) | (problem.training.precision != "fp32")
     return PassSizes(
         element_bytes=element,
+        reduced_bytes=per_gradient[:, None],
         copy_bytes=np.where(has_copies, element, 0.0)[:, None],
         parameters=num_parameters,
         ends=parameters.ends,
@@ -89,14 +94,14 @@ def pass_sizes(
         kept=spread_bytes(parameters, groups, 1.0, sharded) * stays,
         kept_ends=parameters.ends / np.where(sharded, groups.shard.size, 1)[:, None] * stays,
         summed=summed,
-        accumulated=(spread_bytes(parameters, groups, WIDE_BYTES, in_each) + WIDE_BYTES * summed * ~in_each[:, None])
+        accumulated=(spread_bytes(parameters, groups, per_gradient, in_each) + WIDE_BYTES * summed * ~in_each[:, None])
         * (has_before[:, None] & stays),
         reduces_every=(in_each & has_before & (groups.shard.size > 1))[:, None] & (num_parameters > 0),
         frees_weights=((batch.sharding == Sharding.ZERO3.code) & (batch.pp == 1))[:, None] & (num_parameters > 0),
         live=live,
         later_live=np.maximum(live - per_microbatch / batch.vp[:, None], 0.0),
         logits=blocks.at_last(logit_bytes(problem, batch) + _last_norm_bytes(problem, batch)),
-        transients=transients[:, None] + np.where(blocks.repeats_chunk, repeat[:, None], 0.0),
+        transients=transients[:, None] + np.where(repeats, repeat[:, None], 0.0),
     )
 
 

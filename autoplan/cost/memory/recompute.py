@@ -240,8 +240,7 @@ def _attention_parts(problem: Problem, batch: PlanBatch, block: Block, shape: Bl
         ) * tokens
         if framework.memory.keeps_packed_qkv and model.kv_heads == model.num_heads:
             always_kept = always_kept + tokens * element * model.qk_head_dim * 2 * kv_heads
-        is_eager = framework.memory.fsdp2_states or not framework.kernels.fused_activation
-        is_eager |= eager_norm_bytes(problem) > 0
+        is_eager = not framework.kernels.fused_activation or eager_norm_bytes(problem) > 0
         if model.partial_rope and is_eager:
             always_kept = always_kept + element * tokens * heads * model.v_head_dim
         if model.qk_norm != "none" and not framework.memory.is_jax:
@@ -331,7 +330,9 @@ def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     routed = held_expert_tokens(problem, batch)
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs, gates = _routed_bytes(problem, batch, shape)
-    if problem.framework.memory.fsdp2_states:  # outputs for the gradients of the scores, and weighted by the scores
+    memory = problem.framework.memory
+    if memory.fsdp2_states and not problem.framework.kernels.fused_activation:
+        # Outputs for the gradients of the scores, and weighted by the scores.
         inputs = inputs + 2.0 * narrow * routed * (moe.latent_size or model.hidden_size)
     shared_width = bytes_per_width(problem, batch, keeps_input=shape.keeps_input("shared_fc2"))
     return {

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoplan.base.arrays import Floats, add_up
+from autoplan.base.arrays import Bools, Floats, add_up
 from autoplan.cost.kernels.block_shapes import block_shapes
 from autoplan.cost.kernels.launches import GRAPHED_IN, holds_graphs
 from autoplan.cost.kernels.sizes import (
@@ -30,8 +30,17 @@ from autoplan.cost.memory.activations import (
     stored_bytes,
 )
 from autoplan.cost.memory.allocator_cache import cached_bytes
+from autoplan.cost.memory.chosen_outputs import chooses_outputs
 from autoplan.cost.memory.expert_buffers import exchange_bytes, expert_gradient_bytes
-from autoplan.cost.memory.fsdp2_peaks import Snapshots, at_peak, pass_terms, stage_terms, with_gathered
+from autoplan.cost.memory.fsdp2_peaks import (
+    PassSizes,
+    Snapshots,
+    at_peak,
+    pass_terms,
+    stage_terms,
+    stream_pool_bytes,
+    with_gathered,
+)
 from autoplan.cost.memory.fsdp2_sizes import dealt_experts, frozen_copies, pass_sizes, pipeline_sizes
 from autoplan.cost.memory.gathered import gathered_bytes
 from autoplan.cost.memory.recompute import Parts, whole_bytes
@@ -110,11 +119,13 @@ def _kept_gradient_bytes(problem: Problem, batch: PlanBatch, blocks: StageBlocks
     return layers * (hidden * (batch.sharding == Sharding.ZERO3.code))[:, None]
 
 
-def _recomputed_bytes(problem: Problem, batch: PlanBatch, parts: Mapping[Block, Parts]) -> Floats:
-    """Return the largest activations that a fully recomputed layer stores again, beyond its input."""
-    repeat = np.zeros(len(batch))
+def _recomputed_bytes(
+    problem: Problem, batch: PlanBatch, parts: Mapping[Block, Parts], per_block: Mapping[Block, Floats]
+) -> Floats:
+    """Return the largest activations that a layer stores again: a fully recomputed one, or one of chosen outputs."""
+    repeat, chooses, inputs = np.zeros(len(batch)), chooses_outputs(problem, batch), stored_bytes(problem, batch)
     for layer in set(problem.model.layers):
-        layer_bytes = add_up(whole_bytes(parts[block]) - stored_bytes(problem, batch) for block in layer)
+        layer_bytes = add_up(whole_bytes(parts[block]) - np.where(chooses, per_block[block], inputs) for block in layer)
         repeat = np.maximum(repeat, layer_bytes)
     return repeat
 
@@ -196,10 +207,9 @@ def _snapshots(
     parameters: StageParameters,
     groups: ProcessGroups,
     per_block: dict[Block, Floats],
-    repeat: Floats,
+    sizes: PassSizes,
 ) -> Snapshots:
     """Candidate peaks of an FSDP2 step."""
-    sizes = pass_sizes(problem, batch, blocks, parameters, groups, per_block, repeat)
     if blocks.num_stages > 1:
         snapshots = stage_terms(pipeline_sizes(problem, batch, blocks, sizes, per_block))
     else:
@@ -207,6 +217,10 @@ def _snapshots(
     if parameters.frozen_bytes is None:
         return snapshots
     return with_gathered(snapshots, frozen_copies(problem, batch, blocks, parameters, groups))
+
+
+def _is_reduced_to_shards(batch: PlanBatch, groups: ProcessGroups) -> Bools:
+    return (batch.sharding >= Sharding.ZERO1.code) & (groups.shard.size > 1)
 
 
 def _offloaded_bytes(
@@ -228,12 +242,12 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     model, framework = problem.model, problem.framework
     groups = process_groups(batch)
     if framework.memory.fsdp2_states and model.moe:
-        groups = dealt_experts(groups, model.moe.num_experts)
+        groups = dealt_experts(groups, model.moe.num_experts, batch.ep)
     weights, gradients, optimizer = states(problem, batch, parameters, groups)
 
     parts = layer_parts(problem, batch)
     per_block = block_bytes(problem, batch, parts)
-    repeat = _recomputed_bytes(problem, batch, parts)
+    repeat = _recomputed_bytes(problem, batch, parts, per_block)
     logits = blocks.at_last(_head_bytes(problem, batch))
     on_host, in_transit = _offloaded_bytes(problem, batch, blocks, parts, per_block)
     transients = transient_bytes(problem, batch, blocks, repeat) + in_transit[:, None]
@@ -254,9 +268,12 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     # Gradients that are reduced during backward passes need their bucket in addition to the activations.
     terms["gathered"] += (framework.memory.bucket_bytes * (batch.sharding >= Sharding.ZERO2.code))[:, None]
     snapshots: Snapshots = {}
+    pools = blocks.zeros()
     if framework.memory.fsdp2_states:
-        snapshots = _snapshots(problem, batch, blocks, parameters, groups, per_block, repeat)
+        sizes = pass_sizes(problem, batch, blocks, parameters, groups, per_block, repeat)
+        snapshots = _snapshots(problem, batch, blocks, parameters, groups, per_block, sizes)
         terms |= at_peak(snapshots)
+        pools = stream_pool_bytes(sizes, snapshots) * _is_reduced_to_shards(batch, groups)[:, None]
     passes = add_up(terms[name] for name in PASS_TERMS)
     update = _update_bytes(problem, batch, parameters, groups)
     # Memory of a single graph of the passes is not available to the optimizer step.
@@ -274,6 +291,7 @@ def stage_memory(problem: Problem, batch: PlanBatch, blocks: StageBlocks, parame
     cached, at_end = cached_bytes(
         problem, batch, blocks, parameters.trained.dense + parameters.trained.expert, groups.shard.size
     )
+    cached = cached + pools
     terms["cached"] = CACHED_SHARE * cached
     communicators = framework.memory.communicator_bytes * groups.num_communicators
     terms["communicators"] = blocks.at_all(communicators + exchange_bytes(problem, batch))

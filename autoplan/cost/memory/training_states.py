@@ -49,7 +49,10 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     zero3 = sharding >= Sharding.ZERO3.code
     spread = partial(spread_bytes, parameters.trained, groups)
     fp16 = batch.precision == Precision.FP16.code
-    weights = kept_weight_bytes(problem, batch, parameters, groups, zero1 if framework.memory.fsdp2_states else zero3)
+    copied = _reads_copies(problem, batch)
+    is_sharded = zero1 if framework.memory.fsdp2_states else zero3 | copied
+    weights = kept_weight_bytes(problem, batch, parameters, groups, is_sharded)
+    weights = weights + _copy_bytes(problem, batch, parameters, groups) * copied[:, None]
     weights = weights + _narrow_weight_bytes(problem, batch, parameters)
     if (has_copy := batch.secondary_shard > 1).any():  # of all weights in 16 bits, trained or not
         full_bytes = (parameters.dense + parameters.expert) * problem.training.element_bytes
@@ -79,6 +82,30 @@ def states(problem: Problem, batch: PlanBatch, parameters: StageParameters, grou
     if framework.memory.fp16_unscaled_grads == "kept":
         optimizer += spread(WIDE_BYTES, zero1) * (fp16 * (1.0 - on_host))[:, None]
     return StateBytes(weights, gradients, optimizer)
+
+
+def _reads_copies(problem: Problem, batch: PlanBatch) -> Bools:
+    """Return which plans shard the weights that the optimizer updates, and gather all of them for both passes.
+
+    zero2 of FSDP (SHARD_GRAD_OP; reshard_after_forward = never), whose weights have no other copy.
+    """
+    memory = problem.framework.memory
+    gathers = memory.keeps_main_weights and not (memory.fsdp2_states or memory.is_jax)
+    return gathers & (batch.sharding == Sharding.ZERO2.code)
+
+
+def _copy_bytes(problem: Problem, batch: PlanBatch, parameters: StageParameters, groups: ProcessGroups) -> Floats:
+    """Bytes of gathered weights of a rank in the type of the passes, frozen ones as they are stored: (plans, stages).
+
+    A shard group of one rank needs no copy but to cast.
+    """
+    element, trained, frozen = problem.training.element_bytes, parameters.trained, parameters.frozen_bytes
+    casts = weight_bytes(problem, batch) > element
+    dense, expert = element * trained.dense, element * trained.expert
+    if frozen is not None:
+        dense, expert = dense + frozen.dense, expert + frozen.expert
+    dense_copied, expert_copied = (casts | (size > 1) for size in (groups.shard.size, groups.expert_shard.size))
+    return dense * dense_copied[:, None] + expert * expert_copied[:, None]
 
 
 def kept_weight_bytes(
