@@ -47,6 +47,14 @@ def test_every_second_product_stays(framework: Framework, down: int) -> None:
     assert sizes[Block.MLP] == pytest.approx(HALF_INPUT + 2 * 128 + down)
 
 
+@pytest.mark.parametrize(("framework", "products"), [(COMPILED, 64 + 2 * 32), (EARLIER, 0)])
+def test_products_with_a_bias_do_not_count(framework: Framework, products: int) -> None:
+    sizes = kept(replace(MODEL, qkv_bias=True), framework)
+    # Of out, gate, up and down: out and up; of q, k and v all or none.
+    assert sizes[Block.ATTENTION] == pytest.approx(HALF_INPUT + CORE + 2 * 64 + 2 * products)
+    assert sizes[Block.MLP] == pytest.approx(HALF_INPUT + 2 * 128)
+
+
 def test_reduce_scatters_stay_too() -> None:
     alone, pair = kept(MODEL, COMPILED), kept(MODEL, COMPILED, tp=2, sp=True)
     assert pair[Block.ATTENTION] == pytest.approx((alone[Block.ATTENTION] + 2 * 64) / 2)

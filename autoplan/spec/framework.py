@@ -78,6 +78,8 @@ class Memory:
     # Persistent buffers that tensor-parallel ranks gather hidden states into, per token of the whole width.
     bytes_per_gathered_hidden: float = 0.0
     keeps_hidden_gradients: bool = False  # under zero3 beside frozen weights: of every layer to the end of the pass
+    # Of routed tokens, hidden states kept beside the inputs of experts: what scores weight, what they have weighted.
+    weighted_copies: float = 0.0
     # What the gradients of a layer's tensors take at least in its backward pass, of what the layer keeps.
     transient_layers: float = 0.0
     fixed_bytes: float = 2.0 * 2**30  # CUDA context, kernels, cuBLAS workspaces
@@ -149,7 +151,8 @@ class Kernels:
     selective_saves_attention: bool = False
     # Parts of a mixture's layers are compiled on their own, so that what chooses the outputs to keep sees no products.
     compiles_mixtures_in_parts: bool = False
-    keeps_exchanged: bool = False  # what is chosen to be kept includes what experts' ranks have exchanged
+    # What is chosen to be kept includes every product with a bias, and what experts' ranks have exchanged.
+    keeps_biased_and_exchanged: bool = False
     # Recomputing a whole layer ends before its last matrix, whose output no gradient needs; tokens that a dispatcher
     # weights before it sums them stay with experts.
     recompute_stops_early: bool = False

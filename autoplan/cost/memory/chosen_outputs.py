@@ -1,7 +1,8 @@
 """Bytes that blocks keep where the operations are chosen whose outputs stay: selective checkpointing of torchtitan.
 
 Kept are a layer's input, the outputs of attention, of every second matrix product of a layer from the first on, and of
-reduce-scatters; everything else is repeated (torchtitan/distributed/activation_checkpoint.py).
+reduce-scatters; everything else is repeated (torchtitan/distributed/activation_checkpoint.py).  Products with a bias
+are another operation (aten.addmm), which does not count among these.
 """
 
 from __future__ import annotations
@@ -43,16 +44,17 @@ def chosen_bytes(problem: Problem, batch: PlanBatch) -> dict[Block, Floats]:
         for block in layer:
             size = np.zeros(len(batch))
             for linear in _products(problem, shapes[block].linears):
-                num_products += 1
+                num_products += not linear.has_bias
+                is_kept = kernels.keeps_biased_and_exchanged if linear.has_bias else num_products % 2
                 is_needed = linear.name not in LAST or not kernels.fused_activation
-                if sees_products and num_products % 2 and is_needed:
+                if sees_products and is_kept and is_needed:
                     outputs = local_sizes(linear, batch)[1]
                     size = size + element * linear_tokens(problem, batch, linear) * outputs
             if block in ATTENTION_BLOCKS:
                 heads = rank_tokens(problem, batch) * model.num_heads / batch.tp * model.attention_streams
                 size = size + (element * model.v_head_dim + SUM_BYTES) * heads
                 size = size + element * norm_tokens(problem, batch) * model.hidden_size * (batch.tp > 1)
-            elif block is Block.MOE and kernels.keeps_exchanged and model.moe is not None:
+            elif block is Block.MOE and kernels.keeps_biased_and_exchanged and model.moe is not None:
                 width = model.moe.latent_size or model.hidden_size
                 size = size + 2 * element * held_expert_tokens(problem, batch) * width * (batch.ep > 1)
             if block in (*ATTENTION_BLOCKS, Block.MLP, Block.MOE):

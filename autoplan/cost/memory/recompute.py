@@ -330,10 +330,9 @@ def _moe_parts(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Parts:
     routed = held_expert_tokens(problem, batch)
     per_width = routed * moe.expert_ffn_size / batch.etp
     inputs, gates = _routed_bytes(problem, batch, shape)
-    memory = problem.framework.memory
-    if memory.fsdp2_states and not problem.framework.kernels.fused_activation:
-        # Outputs for the gradients of the scores, and weighted by the scores.
-        inputs = inputs + 2.0 * narrow * routed * (moe.latent_size or model.hidden_size)
+    inputs = inputs + problem.framework.memory.weighted_copies * narrow * routed * (
+        moe.latent_size or model.hidden_size
+    )
     shared_width = bytes_per_width(problem, batch, keeps_input=shape.keeps_input("shared_fc2"))
     return {
         RecomputeModule.MOE: 12.0 * norm_tokens(problem, batch) * moe.num_experts + inputs + gates,
