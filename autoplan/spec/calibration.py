@@ -64,7 +64,7 @@ class Calibration:
     most_devices: int = 0  # 0: any number
     # Share of a step outside of kernels, without bubbles, up to which plans resemble the runs: their 95 % quantile.
     exposed_share: float = 1.0
-    memory_spread: float = 0.10
+    memory_spread: float = 0.08
     sources: tuple[str, ...] = ()
     fitted_with: FitConditions | None = None  # None: shipped, written by hand, or fitted before this was kept
 
