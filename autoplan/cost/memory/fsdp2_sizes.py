@@ -41,7 +41,8 @@ from autoplan.spec.problem import Problem
 
 def dealt_experts(groups: ProcessGroups, num_experts: int, ep: Ints) -> ProcessGroups:
     """Shard experts as FSDP2 does: whole experts on the first ranks, priced as an even share over fewer ranks."""
-    stride, size, _ = groups.expert_shard
+    stride, size, _ = groups.shard
+    size = np.where(ep > 1, groups.expert_shard.size, size)
     num_local = np.maximum(num_experts // ep, 1)
     return replace(groups, expert_shard=ProcessGroup(stride, num_local // -(-num_local // size)))
 
