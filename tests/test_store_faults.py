@@ -289,6 +289,12 @@ def test_rows_that_no_program_wrote_are_said_to_be_so(
     assert all(re.search(str(says), fault) and fault.isprintable() for fault in messages)
 
 
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_folder_is_no_database(tmp_path: Path, writable: bool) -> None:
+    with pytest.raises(StoreError, match="is a folder: name a file"), open_store(str(tmp_path), writable=writable):
+        pass
+
+
 def test_a_name_of_a_file_that_is_no_text_is_a_database(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"times\xff.db")
     with open_store(str(path)) as store:

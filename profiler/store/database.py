@@ -17,7 +17,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from autoplan.base.errors import InputError, NoStoreError, StoreError
-from autoplan.base.files import of_user, own_folder
+from autoplan.base.files import is_folder, of_user, own_folder
 from autoplan.base.urls import is_url, redact_url
 from autoplan.profiler.store.schema import DAMAGED, SCHEMA, check_schema, may_migrate, migrate, stored_schema
 
@@ -164,6 +164,8 @@ def _postgresql(text: str, url: URL, *, writable: bool) -> Database:
 
 def _sqlite(path: Path, *, writable: bool, creates: bool) -> Database:
     name = str(path)
+    if is_folder(path):
+        raise StoreError(f"{name} is a folder: name a file")
     try:
         if writable and creates:
             path.parent.mkdir(parents=True, exist_ok=True)
