@@ -33,8 +33,8 @@ MEMORY_AXES = tuple(name for name in batch_arrays() if name != "layout" and AXIS
 class KindMemory(Rows):
     """Memory common to all plans of a kind: one element per kind, some with a last axis for sorts of layers."""
 
-    num_live: Ints  # micro-batches alive on the first rank
-    num_live_second: Ints  # on the second rank
+    pp: Ints
+    num_microbatches: Ints
     state_bytes: Floats  # of a layer: (kinds, sorts)
     kept_bytes: Floats  # of a layer and micro-batch: (kinds, sorts)
     stored_bytes: Floats  # of a fully recomputed layer
@@ -48,10 +48,14 @@ class KindMemory(Rows):
 
         def rank_bytes(layers: Floats, not_repeated: Floats, repeated: Floats, live: Ints) -> Floats:
             passes = self.kept_bytes @ not_repeated.T + stored @ repeated.T + self.boundary_bytes[:, None]
-            return self.state_bytes @ layers.T + np.where(spread.is_folded, 1, live[:, None]) * passes
+            return self.state_bytes @ layers.T + live * passes
 
-        first = rank_bytes(spread.first, spread.kept_first, spread.repeated_first, self.num_live)
-        second = rank_bytes(spread.second, spread.kept_second, spread.repeated_second, self.num_live_second)
+        # Micro-batches alive in all chunks of these ranks at once.
+        pp, m = self.pp[:, None], self.num_microbatches[:, None]
+        in_first = np.where(spread.is_flat, m, np.minimum(m, np.where(spread.is_folded, 1, pp)))
+        in_second = np.where(spread.is_flat, m, np.minimum(m, np.maximum(np.where(spread.is_folded, pp, pp - 1), 1)))
+        first = rank_bytes(spread.first, spread.kept_first, spread.repeated_first, in_first)
+        second = rank_bytes(spread.second, spread.kept_second, spread.repeated_second, in_second)
         return self.fixed_bytes[:, None] + np.maximum(first + self.embedding_bytes[:, None], second)
 
 
@@ -61,11 +65,11 @@ def kind_memory(problem: Problem, batch: PlanBatch, states_of: PlanBatch | None 
     columns = (getattr(batch, name) for name in MEMORY_AXES)
     first, of_memory = distinct_rows(*columns, states_of.sharding, states_of.offload)
     batch, longest = batch.take(first), problem.at_longest
-    m, pp, reserved = batch.num_microbatches, batch.pp, problem.framework.memory.reserved_factor
+    reserved = problem.framework.memory.reserved_factor
     state_bytes, embedding_bytes = _layer_and_embedding_bytes(problem, states_of.take(first))
     memory = KindMemory(
-        num_live=np.minimum(m, pp),
-        num_live_second=np.minimum(m, np.maximum(pp - 1, 1)),
+        pp=batch.pp,
+        num_microbatches=batch.num_microbatches,
         state_bytes=state_bytes,
         kept_bytes=_kept_bytes(longest, batch),
         stored_bytes=reserved * stored_bytes(longest, batch) * len(problem.model.layers[0]),

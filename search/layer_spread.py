@@ -30,7 +30,8 @@ class Spread:
 
     first: Floats  # on the first rank
     kept_first: Floats  # of these, not fully recomputed
-    second: Floats  # on the second rank, which has no embedding and often more layers
+    # On the second rank, which has no embedding and often more layers; on the innermost one if ranks are folded.
+    second: Floats
     kept_second: Floats
     last: Floats  # on the rank with the head
     heaviest: Floats  # on the rank with the most layers except the last rank, the later one of equals
@@ -46,13 +47,14 @@ class Spread:
     vp: Ints  # largest number of chunks per rank
     fewest_vp: Ints
     has_path: Bools  # whether the schedule is 1F1B, plain or interleaved, so that its closed form applies
-    is_folded: Bools  # whether the first rank also has the last chunk, so that fewer passes than stages may be alive
+    is_folded: Bools  # whether the first rank also has the last chunk, of which few passes may be alive
+    is_flat: Bools  # whether no backward pass begins before the last forward pass
 
     def parted(self) -> Spread:
         """Return minima over parts of the plans, which are similar in chunks, recomputation and form; one row each."""
         log_chunks = np.ceil(np.log2(self.vp)).astype(np.int64)
         share = np.ceil(PARTS * self.repeated.sum(axis=1) / np.maximum(self.repeated.sum(axis=1).max(), 1))
-        _, part = distinct_rows(log_chunks, share.astype(np.int64), self.has_path)
+        _, part = distinct_rows(log_chunks, share.astype(np.int64), self.has_path, self.is_folded, self.is_flat)
         order = np.argsort(part, kind="stable")
         starts = np.flatnonzero(np.diff(part[order], prepend=-1))
 
@@ -65,7 +67,8 @@ class Spread:
             vp=np.maximum.reduceat(self.vp[order], starts),
             fewest_vp=least("vp"),
             has_path=least("has_path"),
-            is_folded=np.maximum.reduceat(self.is_folded[order], starts),
+            is_folded=least("is_folded"),
+            is_flat=least("is_flat"),
         )
 
 
@@ -91,6 +94,7 @@ def spread_of(model: ModelSpec, inside: Inside) -> Spread:
         fewest_vp=inside.vp,
         has_path=np.isin(inside.schedule, ONE_FORWARD_ONE_BACKWARD),
         is_folded=is_folded,
+        is_flat=inside.schedule == Schedule.GPIPE.code,
     )
 
 
@@ -101,7 +105,7 @@ def _figures(model: ModelSpec, layout: tuple[int, ...], pp: int, *, is_folded: b
     starts = np.cumsum(layers) - layers
     on_rank = _by_rank(total[starts + layers] - total[starts], pp, is_folded=is_folded)
     again = _by_rank(total[starts + np.minimum(layers, numbers[:, None])] - total[starts], pp, is_folded=is_folded)
-    head, behind = 0 if is_folded else pp - 1, min(1, pp - 1)
+    head, behind = (0, pp - 1) if is_folded else (pp - 1, min(1, pp - 1))
     not_last = on_rank[: max(pp - 1, 1)].sum(axis=1)
     rank = len(not_last) - 1 - int(np.argmax(not_last[::-1]))
     figures = {

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.arrays import Bools, Floats, Ints
+from autoplan.base.arrays import Bools, Floats, Ints, distinct_rows
 from autoplan.cost.collectives.pipeline_messages import message_s
 from autoplan.cost.kernels.arithmetic import count_parameters, count_trained_parameters
 from autoplan.cost.memory.stage_memory import transient_bytes
@@ -33,6 +33,7 @@ from autoplan.spec.enums import NARROW_PRECISIONS, Schedule, Sharding
 from autoplan.spec.mixed_problem import MixedPlan, MixedProblem
 from autoplan.spec.plan import PlanBatch, batch_arrays
 from autoplan.spec.problem import Problem
+from autoplan.topology.levels import Level
 
 HALF_BYTES = 2  # of gradients and weights that are exchanged, unless these are quantised
 QUANTIZED = ("quantized_gathers", "quantized_reductions")
@@ -168,17 +169,19 @@ class MixedSpace:
         if not len(rows):
             return None
         form, kinds = form[rows], kinds.take(rows)
-        none, stages = np.zeros(len(form)), np.array([sum(tp for _, tp in way.places) * way.count for way in forms])
-        ways = Ways(
+        none, all_parts = np.zeros(len(form)), self.problem.cluster.parts
+        on_parts = [[way.count * way.tp_on(part) for part in range(len(all_parts))] for way in forms]
+        num_devices = np.array(on_parts)[form] * kinds.cp[:, None]
+        return Ways(
             parts=tuple(parts),
             forms=tuple(forms),
             form=form,
             kinds=kinds,
             least_s=none,
-            num_devices=stages[form] * kinds.cp,
+            nodes=-(-num_devices // [part.devices_per_node for part in all_parts]),
+            num_devices=num_devices.sum(axis=1),
             most_rate=none,
         )
-        return ways
 
     def _fills_one_part(self, way: Pipelines) -> bool:
         (part, tp), *deeper = way.places
@@ -279,8 +282,9 @@ class MixedSpace:
     def exchange_s(self, groups: Sequence[Ways]) -> float:
         """Lower bound on the exchange of gradients and updated weights between groups on parts that are far apart."""
         problem, used = self.problem, frozenset(itertools.chain(*(ways.parts for ways in groups)))
+        nodes = tuple(np.sum([ways.nodes.min(axis=0) for ways in groups], axis=0).tolist())
         is_quantized = any(own.limits.of(axis) != (False,) for own in self.spaces for axis in QUANTIZED)
-        if is_quantized or len(used) > len(groups) or not all(problem.is_apart(part, used) for part in used):
+        if is_quantized or len(used) > len(groups) or not all(problem.is_apart(part, nodes) for part in used):
             return 0.0
         model, training = problem.model, problem.training
         trained = count_parameters(model)
@@ -291,7 +295,7 @@ class MixedSpace:
         seconds = []
         for part in used:
             count, calibration = problem.cluster.parts[part].num_devices, problem.calibrations[part]
-            rate = count * problem.between(part, used, count).bytes_per_s / calibration.scale_out
+            rate = count * problem.between(part, nodes, count).bytes_per_s / calibration.scale_out
             seconds.append(min(calibration.overall, 1.0) * sent_bytes / rate)
         return max(seconds)
 
@@ -330,21 +334,32 @@ class MixedSpace:
             batch = replace(kinds, tp=tp, sp=divides & bool(limits.of("sp")[0]), etp=etp, dp_shard=replicas)
             batch = replace(batch, global_batch=kinds.global_batch // kinds.dp_shard * replicas)
             batch = _with_schedule(batch, Schedule.ONE_F_ONE_B, 1, limits)  # bounds of layers hold for all schedules
-            first, of_way = batch.distinct(*batch_arrays())
+            columns = (getattr(batch, name) for name in batch_arrays())
+            first, of_way = distinct_rows(*columns, *ways.nodes.T)
             batch = batch.take(first)
-            as_if, overall = problem.as_if(part, frozenset(ways.parts)), problem.calibrations[part].overall
-            # Messages between neighbours on one part, for the fewest replicas.
-            near = replace(batch, pp=np.minimum(batch.pp, 2), dp_shard=np.ones_like(batch.pp))
-            sent_s = overall * message_s(as_if, near)
-            own = kind_costs(as_if, batch)
-            fixed_bytes = own.memory.fixed_bytes + _transient_bytes(as_if, batch)
-            own = replace(
-                own,
-                times=replace(own.times, message_s=sent_s),
-                memory=replace(own.memory, fixed_bytes=fixed_bytes),
-            )
-            costs[part] = own.take(of_way)
+            costs[part] = self._costs_on(part, batch, ways.nodes[first]).take(of_way)
         return costs
+
+    def _costs_on(self, part: int, batch: PlanBatch, nodes: Ints) -> KindCosts:
+        """Return the prices of kinds on a part, of plans on these nodes."""
+        by_levels: dict[tuple[Level, ...], tuple[Problem, list[Ints]]] = {}
+        used, of_kind = np.unique(nodes, axis=0, return_inverse=True)
+        for at, of_plan in enumerate(used.tolist()):
+            as_if = self.problem.as_if(part, tuple(of_plan))
+            *inner, last = as_if.topology.levels
+            levels = (*inner, replace(last, num_devices=0))  # which joins all devices, however many
+            by_levels.setdefault(levels, (as_if, []))[1].append(np.flatnonzero(of_kind.ravel() == at))
+        overall, priced, order = self.problem.calibrations[part].overall, [], []
+        for as_if, rows in by_levels.values():
+            order.append(np.concatenate(rows))
+            own = batch.take(order[-1])
+            # Messages between neighbours on one part, for the fewest replicas.
+            near = replace(own, pp=np.minimum(own.pp, 2), dp_shard=np.ones_like(own.pp))
+            costs = kind_costs(as_if, own)
+            times = replace(costs.times, message_s=overall * message_s(as_if, near))
+            fixed_bytes = costs.memory.fixed_bytes + _transient_bytes(as_if, own)
+            priced.append(replace(costs, times=times, memory=replace(costs.memory, fixed_bytes=fixed_bytes)))
+        return KindCosts.concatenate(priced).take(np.argsort(np.concatenate(order)))
 
 
 def _shorter(few: KindCosts, many: KindCosts, rows: Ints) -> KindCosts:

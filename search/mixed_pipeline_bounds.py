@@ -21,7 +21,7 @@ from autoplan.search.bounds import KindCosts
 from autoplan.search.structures import Pipelines
 from autoplan.spec.axes import USUAL_SCHEDULES, V_SHAPED
 from autoplan.spec.enums import Schedule
-from autoplan.spec.mixed_problem import MixedProblem
+from autoplan.spec.mixed_problem import MixedProblem, Nodes, only_on
 from autoplan.spec.plan import ALL_LAYERS, SPLIT_SCHEDULES, PlanBatch, even_chunks
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class Ways(Rows):
     form: Ints  # index into `forms`
     kinds: PlanBatch  # with the first stage's tp on all stages, plain or interleaved
     least_s: Floats  # lower bound on plans of the group alone; infinite if none fits
+    nodes: Ints  # in use of every part of the cluster: shape (ways, parts)
     num_devices: Ints
     # For groups combined with others, which share the sharded states: upper bound on sequences per second over all
     # replicas, without waits for the slowest device.
@@ -110,7 +111,8 @@ class PipelineBounds(Rows):
             heads[part] = overall * cost.times.head_s
         head_s = places.spread(heads)[:, 0 if schedule in V_SHAPED else -1]
         is_ring = schedule == Schedule.INTERLEAVED
-        across = _across_s(problem, places, costs, is_ring=is_ring)
+        nodes = tuple(ways.nodes.min(axis=0).tolist())  # links of fewer nodes are no slower
+        across = _across_s(problem, nodes, places, costs, is_ring=is_ring)
         messages = [cost.times.message_s for cost in costs.values()]
         times = (*passes.values(), *shares.values(), *least.values(), *across.values(), *messages, head_s)
         _, alike = distinct_rows(ways.form, *(np.unique(seconds, return_inverse=True)[1] for seconds in times))
@@ -266,7 +268,7 @@ class _Places:
 
 
 def _across_s(
-    problem: MixedProblem, places: _Places, costs: dict[int, KindCosts], *, is_ring: bool
+    problem: MixedProblem, nodes: Nodes, places: _Places, costs: dict[int, KindCosts], *, is_ring: bool
 ) -> dict[frozenset[int], Floats]:
     """Return the time of a message between every two parts by the slower one, 0 if none crosses."""
     result, degrees = {}, np.maximum(places.tp, np.roll(places.tp, -1, axis=1))
@@ -277,11 +279,10 @@ def _across_s(
             batch, calibration = costs[part].batch, problem.calibrations[part]
             senders, by_level = places.count * batch.cp * crossing, defaultdict(list)
             for number in np.unique(senders[senders > 0]).tolist():
-                by_level[problem.between(part, pair, number)].append(number)
+                by_level[problem.between(part, only_on(nodes, pair), number)].append(number)
             for level, numbers in by_level.items():
                 rows = np.flatnonzero(np.isin(senders, numbers))
-                as_if = problem.as_if(part, frozenset(costs))
-                message = message_s(as_if, batch.take(rows), links_between(level, calibration))
+                message = message_s(problem.alone(part), batch.take(rows), links_between(level, calibration))
                 seconds[rows] = np.maximum(seconds[rows], calibration.overall * message)
         result[pair] = seconds
     return result

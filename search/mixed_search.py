@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -17,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoplan.base.errors import AutoplanError
 from autoplan.cost.input_rate import slowest_input
 from autoplan.cost.mixed.estimate import estimate_mixed
 from autoplan.cost.spreads import NORMAL_90
@@ -123,7 +121,8 @@ def search_mixed(
         smaller = fewer.pop(number)
         tried.add(number)
         on_smaller = find(smaller, global_batch / best if best else np.inf, rates_alone)
-        results.append(replace(on_smaller.result, ranked=_priced_on(problem, on_smaller.result, best)))
+        faster = tuple(cost for cost in on_smaller.result.ranked if cost.sequences_per_s > best)
+        results.append(replace(on_smaller.result, ranked=faster))
         open_rates.append(on_smaller.most_rate)
         if is_deep:
             fewer |= {_num_nodes(less): less for less in _with_fewer_nodes(smaller) if _num_nodes(less) not in tried}
@@ -162,15 +161,6 @@ def _with_fewer_nodes(problem: MixedProblem) -> Iterator[MixedProblem]:
         for nodes in sorted({part.num_nodes - 1, 1 << (part.num_nodes.bit_length() - 1)} - {0, part.num_nodes}):
             fewer = (*parts[:at], replace(part, num_nodes=nodes, nodes=()), *parts[at + 1 :])
             yield replace(problem, cluster=replace(problem.cluster, parts=fewer))
-
-
-def _priced_on(problem: MixedProblem, result: MixedResult, rate: float) -> tuple[MixedCost, ...]:
-    """Return the plans of a result on a part of a cluster with more than this rate, with their prices on all of it."""
-    costs: list[MixedCost] = []
-    for cost in (cost for cost in result.ranked if cost.sequences_per_s > rate):
-        with suppress(AutoplanError):  # some states are sharded over whole nodes alone
-            costs += estimate_mixed(problem, [cost.plan])
-    return tuple(costs)
 
 
 def best_of(results: Sequence[MixedResult], open_rates: Iterable[float] = ()) -> MixedResult:

@@ -53,6 +53,10 @@ class Pipelines:
         """Number of micro-batches per round: interleaved pipelines need a multiple of their stages."""
         return len(self.places) if self.schedule == Schedule.INTERLEAVED else 1
 
+    def tp_on(self, part: int) -> int:
+        """Devices of a part in one of the pipelines, of each context-parallel rank."""
+        return sum(tp for at, tp in self.places if at == part)
+
     @property
     def has_one_tp(self) -> bool:
         """Return whether all stages have the same tensor-parallel degree."""

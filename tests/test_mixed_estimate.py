@@ -163,12 +163,12 @@ def test_a_reduction_over_parts_is_the_one_inside_and_one_across() -> None:
     """S59: four nodes of each of two vendors; max(intra) + inter, as equal slices cross."""
     amd = load_cluster("mi300x:4x8")
     problem = problem_of(H4, amd, between=BetweenSpec(device_bytes_per_s=5e9))
-    used, ones, buffer = frozenset((0, 1)), np.ones(1, dtype=np.int64), np.array([2.0**30])
+    nodes, ones, buffer = (4, 4), np.ones(1, dtype=np.int64), np.array([2.0**30])
     size, inside = np.array([8]), np.array([4])
     total = []
     for part in (0, 1):
-        own = problem.as_if(part, used)
-        level = problem.between(part, used, 32)
+        own = problem.as_if(part, nodes)
+        level = problem.between(part, nodes, 32)
         between = links_between(level, own.calibration)
         islands = Islands(own=Links.of(own), between=between, span=8 * inside, islands=2 * ones)
         intra = Links.of(own).seconds("all_reduce", ProcessGroup(8 * ones, inside), buffer)

@@ -317,7 +317,7 @@ def test_one_more_node_never_makes_the_best_plan_slower(to: str, devices: list[s
         autoplan.search_mixed("qwen2.5-1.5b", cluster=f"{devices[0]}:{number}x4+{devices[1]}:2x2", **words).best
         for number in (nodes, nodes + 1)
     )
-    assert after.step_s <= before.step_s * (1 + 1e-4)  # idle nodes are part of the network that plans are priced on
+    assert after.step_s <= before.step_s * (1 + 1e-9)
 
 
 def test_a_node_that_does_not_divide_the_batch_is_left_idle() -> None:
@@ -328,7 +328,7 @@ def test_a_node_that_does_not_divide_the_batch_is_left_idle() -> None:
     )
     assert four.plan == three.plan
     assert four.plan.num_devices_on(0) == 24
-    assert four.step_s == pytest.approx(three.step_s)
+    assert four.step_s == three.step_s
 
 
 def test_a_part_that_does_not_divide_the_batch_is_searched_with_fewer_nodes() -> None:
@@ -424,7 +424,7 @@ def test_every_plan_is_one_of_the_framework() -> None:
         assert cost.plan.common.cp == 1
         for kind in cost.plan.kinds:
             plan = as_parallel(problem, cost.plan, kind, kind.stages[0].tp)
-            workload = replace(problem.as_if(0, cost.plan.parts).workload, num_devices=plan.num_devices)
+            workload = replace(problem.as_if(0, problem.nodes_of(cost.plan)).workload, num_devices=plan.num_devices)
             assert broken(book_of(problem.framework).rules, workload, plan) == ()
 
 

@@ -175,7 +175,7 @@ def _mixed_run(file: MixedPlanFile, **task_options: Any) -> tuple[Task, Predicte
         problem = replace(problem, framework=framework, calibrations=calibrations)
     started = started_plan(problem, file.best.plan, unequal_batches=True)
     (cost,) = estimate_mixed(problem, [file.best.plan])
-    alike = [problem.as_if(at, file.best.plan.parts) for at in file.best.plan.parts]
+    alike = [problem.as_if(at, problem.nodes_of(file.best.plan)) for at in file.best.plan.parts]
     batch = alike[0].batch([started.plan])
     predicted = PredictedRun(
         device=" and ".join(dict.fromkeys(problem.cluster.parts[at].device.name for at in started.node_parts)),

@@ -193,12 +193,13 @@ class _Layout:
             )
         problem, cost = result.problem, result.best
         (kind, *_), stages = cost.plan.kinds, [stage for kind in cost.kinds for stage in kind.stages]
+        nodes = problem.nodes_of(cost.plan)
         axes = (cost.plan.common.ep, cost.plan.common.etp, cost.plan.common.sharding)
         return cls(
-            problem=problem.as_if(kind.stages[0].part, cost.plan.parts),
+            problem=problem.as_if(kind.stages[0].part, nodes),
             plan=as_parallel(problem, cost.plan, kind, max(stage.tp for stage in kind.stages)),
             replica_devices=cost.plan.common.cp * sum(stage.tp for stage in kind.stages),
-            num_nodes=problem.num_nodes(cost.plan),
+            num_nodes=sum(nodes),
             cut=([(kind.count, kind.stages, kind.state_share) for kind in cost.plan.kinds], axes),
             figures=PlanFigures(
                 plan=result.described(cost),

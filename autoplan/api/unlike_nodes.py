@@ -66,7 +66,7 @@ def node_ranges(problem: MixedProblem, file: MixedPlanFile, to: str) -> tuple[No
     ranges, first = [], 0
     names = {at: iter(node_names(parts[at])) for at in used}
     for at, nodes in groupby(started.node_parts):
-        as_if, num_nodes = problem.as_if(at, cost.plan.parts), len(list(nodes))
+        as_if, num_nodes = problem.as_if(at, problem.nodes_of(cost.plan)), len(list(nodes))
         device = replace(parts[at].device, name=devices)
         plan_file = PartPlanFile(
             schema_version=PLAN_FILE_VERSION,
@@ -107,7 +107,7 @@ def _joined(names: Iterable[str]) -> str:
 def _ranked(problem: MixedProblem, cost: MixedCost, started: StartedPlan) -> RankedPlan:
     """Return the figures of a plan: memory on the stage that is nearest to its capacity, MFU of all devices' peaks."""
     fullest = max((stage for kind in cost.kinds for stage in kind.stages), key=lambda stage: stage.oom_z)
-    as_if = problem.as_if(fullest.part, cost.plan.parts)
+    as_if = problem.as_if(fullest.part, problem.nodes_of(cost.plan))
     (plain,) = ranked(as_if, estimate(as_if, as_if.batch([started.plan])), [0])
     tokens_per_s = cost.sequences_per_s * problem.training.seq_len
     precision, parts = problem.training.precision, problem.cluster.parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cache
 from typing import Any, Self
@@ -47,6 +47,13 @@ class Rows:
         kind: Any = type(self)
         return kind(**{name: _rows_of(getattr(self, name), rows) for name in _field_names(kind)})
 
+    @classmethod
+    def concatenate(cls, records: Iterable[Self]) -> Self:
+        """Join records into one, in order; values that apply to all plans are those of the first."""
+        parts = list(records)
+        kind: Any = cls
+        return kind(**{name: _joined([getattr(part, name) for part in parts]) for name in _field_names(kind)})
+
 
 @cache
 def _field_names(kind: Any) -> tuple[str, ...]:
@@ -59,3 +66,10 @@ def _rows_of(value: Any, rows: Ints | Bools | slice) -> Any:
     if isinstance(value, dict):
         return {key: _rows_of(part, rows) for key, part in value.items()}
     return value.take(rows) if isinstance(value, Rows) else value
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(values)
+    return type(first).concatenate(values) if isinstance(first, Rows) else first

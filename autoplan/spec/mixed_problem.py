@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain, pairwise
 from string import ascii_uppercase
@@ -25,6 +25,8 @@ from autoplan.topology.levels import Level
 from autoplan.topology.mixed_cluster import MixedCluster
 
 SHARE_SUM = 1e-9  # how far the shares of all replicas may be from 1
+
+Nodes = tuple[int, ...]  # in use of every part of a cluster, 0 of idle ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -221,7 +223,7 @@ class MixedProblem:
     calibrations: tuple[Calibration, ...]
     timings: tuple[TimingTable, ...] = ()  # blank: none of any part
     reserve_bytes: float = 0.0
-    _as_if: dict[tuple[int, frozenset[int]], Problem] = field(init=False, default_factory=dict, repr=False)
+    _as_if: dict[tuple[int, Nodes], Problem] = field(init=False, default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.calibrations) != len(self.cluster.parts):
@@ -242,21 +244,20 @@ class MixedProblem:
 
     def alone(self, part: int) -> Problem:
         """The problem on a part alone."""
-        return self.as_if(part, frozenset((part,)))
+        return self.as_if(part, tuple(spec.num_nodes * (at == part) for at, spec in enumerate(self.cluster.parts)))
 
-    def num_nodes(self, plan: MixedPlan) -> int:
-        """Nodes that hold devices of a plan."""
-        sizes = {part: self.cluster.parts[part].devices_per_node for part in plan.parts}
-        return sum(-(-plan.num_devices_on(part) // size) for part, size in sizes.items())
+    def nodes_of(self, plan: MixedPlan) -> Nodes:
+        """Nodes that hold devices of a plan; idle ones have no part in its price."""
+        return tuple(-(-plan.num_devices_on(at) // part.devices_per_node) for at, part in enumerate(self.cluster.parts))
 
-    def as_if(self, part: int, used: frozenset[int]) -> Problem:
-        """The problem as if all parts in use had the devices of `part`: a stage there costs the same."""
-        key = (part, used)
+    def as_if(self, part: int, nodes: Nodes) -> Problem:
+        """The problem as if all nodes in use had the devices of `part`: a stage there costs the same."""
+        key = (part, nodes)
         if key not in self._as_if:
             self._as_if[key] = Problem(
                 model=self.model,
                 training=self.training,
-                cluster=self._cluster(part, used),
+                cluster=self._cluster(part, nodes),
                 framework=self.framework,
                 calibration=self.calibrations[part],
                 timings=self.timings[part] if self.timings else NO_TIMINGS,
@@ -264,43 +265,43 @@ class MixedProblem:
             )
         return self._as_if[key]
 
-    def _cluster(self, part: int, used: frozenset[int]) -> ClusterSpec:
-        own = replace(self.cluster.parts[part], nodes=())  # any nodes of a part are priced alike
-        if used == {part}:
+    def _cluster(self, part: int, nodes: Nodes) -> ClusterSpec:
+        own = replace(self.cluster.parts[part], num_nodes=nodes[part], nodes=())  # all nodes of a part are priced alike
+        if nodes[part] == sum(nodes):
             return own
-        nodes = -(-self._num_devices(used) // own.devices_per_node)
-        if not self.is_apart(part, used):
-            return replace(own, num_nodes=nodes)
-        level = self.between(part, used, own.num_devices)
+        num_nodes = -(-self._num_devices(nodes) // own.devices_per_node)
+        if not self.is_apart(part, nodes):
+            return replace(own, num_nodes=num_nodes)
+        level = self.between(part, nodes, own.num_devices)
         wan = WanSpec(
             nodes_per_site=own.num_nodes,
             bandwidth_bytes_per_s=level.bytes_per_s * own.num_devices,
             latency_s=level.latency_s,
             num_flows=10**6,  # counted in the rate
         )
-        return replace(own, num_nodes=nodes, wan=wan)
+        return replace(own, num_nodes=num_nodes, wan=wan)
 
-    def _num_devices(self, used: frozenset[int]) -> int:
-        return sum(self.cluster.parts[part].num_devices for part in used)
+    def _num_devices(self, nodes: Nodes) -> int:
+        return sum(number * part.devices_per_node for number, part in zip(nodes, self.cluster.parts, strict=True))
 
-    def _fabric(self, part: int, used: frozenset[int]) -> Level:
+    def _fabric(self, part: int, nodes: Nodes) -> Level:
         """The network of a part as devices see it who leave all its switches."""
-        own = self.cluster.parts[part]
-        network, nodes = own.network, -(-self._num_devices(used) // own.devices_per_node)
+        own, num_devices = self.cluster.parts[part], self._num_devices(nodes)
+        network, num_nodes = own.network, -(-num_devices // own.devices_per_node)
         rate = network.nic_bytes_per_s * network.nics_per_device * network.efficiency
         for tier in network.tiers:
-            rate /= tier.oversubscription if tier.num_nodes < nodes else 1.0
+            rate /= tier.oversubscription if tier.num_nodes < num_nodes else 1.0
         return Level(
             name=network.kind,
-            num_devices=self._num_devices(used),
+            num_devices=num_devices,
             bytes_per_s=rate,
             latency_s=network.latency_s,
             half_rate_bytes=network.half_rate_bytes,
         )
 
-    def between(self, part: int, used: frozenset[int], num_senders: int) -> Level:
+    def between(self, part: int, nodes: Nodes, num_senders: int) -> Level:
         """Level that `num_senders` devices of `part` share when they send to the other parts in use at once."""
-        spec, fabrics = self.cluster.between, [self._fabric(part_used, used) for part_used in used]
+        spec, fabrics = self.cluster.between, [self._fabric(at, nodes) for at, number in enumerate(nodes) if number]
         latency = max(fabric.latency_s for fabric in fabrics) if spec.latency_s is None else spec.latency_s
         rate = min(fabric.bytes_per_s for fabric in fabrics)
         if spec.device_bytes_per_s is not None:
@@ -308,13 +309,19 @@ class MixedProblem:
         if (shared := spec.shared_bytes_per_s(latency)) is not None:
             rate = min(rate, shared / num_senders)
         half_rate = max(fabric.half_rate_bytes for fabric in fabrics)
-        own = self._fabric(part, used)
+        own = self._fabric(part, nodes)
         return replace(own, name="between", bytes_per_s=rate, latency_s=latency, half_rate_bytes=half_rate)
 
-    def is_apart(self, part: int, used: frozenset[int]) -> bool:
+    def is_apart(self, part: int, nodes: Nodes) -> bool:
         """Return whether what joins the parts is worse than the network of `part`; else they are to it one network."""
-        own, level = self._fabric(part, used), self.between(part, used, self.cluster.parts[part].num_devices)
+        num_senders = nodes[part] * self.cluster.parts[part].devices_per_node
+        own, level = self._fabric(part, nodes), self.between(part, nodes, num_senders)
         return level != replace(own, name="between")
+
+
+def only_on(nodes: Nodes, parts: Container[int]) -> Nodes:
+    """Return the nodes in use of some parts alone."""
+    return tuple(number * (at in parts) for at, number in enumerate(nodes))
 
 
 def as_parallel(problem: MixedProblem, plan: MixedPlan, kind: ReplicaKind, tp: int) -> ParallelPlan:
@@ -391,7 +398,7 @@ def _check_sharding(problem: MixedProblem, plan: MixedPlan) -> None:
     Ranks that gather weights or reduce gradients in every micro-batch wait for each other until all have as many.
     """
     common, used = plan.common, plan.parts
-    if common.ep > 1 and any(problem.is_apart(part, used) for part in used):
+    if common.ep > 1 and any(problem.is_apart(part, problem.nodes_of(plan)) for part in used):
         experts = common.ep * common.etp
         if any(kind.count * common.cp * stage.tp % experts for kind in plan.kinds for stage in kind.stages):
             raise UnpricedError(

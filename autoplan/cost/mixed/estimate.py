@@ -18,7 +18,7 @@ from autoplan.cost.memory.stage_memory import host_bytes
 from autoplan.cost.mixed.part_layouts import Member, lay_out_kinds, sharded_bytes
 from autoplan.cost.spreads import Familiarity
 from autoplan.cost.step import LaidOutPipelines, PartLayout, over_stages, step_terms, with_stragglers
-from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, check_mixed
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, Nodes, ReplicaKind, check_mixed
 from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.terms import END_TERMS, PIPELINE_TERMS, STEP_TERMS
 
@@ -31,11 +31,12 @@ def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[M
     if not plans:
         return ()
     members: list[Member] = []
-    alike: dict[tuple[frozenset[int], int], list[int]] = defaultdict(list)
-    for plan in plans:
+    alike: dict[tuple[Nodes, int], list[int]] = defaultdict(list)
+    nodes = list(map(problem.nodes_of, plans))
+    for plan, of_plan in zip(plans, nodes, strict=True):
         check_mixed(problem, plan)
         for kind in plan.kinds:
-            alike[plan.parts, len(kind.stages)].append(len(members))
+            alike[of_plan, len(kind.stages)].append(len(members))
             members.append(Member(plan, kind))
     plan_of = np.repeat(np.arange(len(plans)), [len(plan.kinds) for plan in plans])
     terms = {name: np.zeros(len(members)) for name in STEP_TERMS}
@@ -69,7 +70,7 @@ def estimate_mixed(problem: MixedProblem, plans: Sequence[MixedPlan]) -> tuple[M
         )
         for at, plan in enumerate(plans)
     )
-    return tuple(with_samples(problem.training, problem.num_nodes(cost.plan), cost) for cost in costs)
+    return tuple(with_samples(problem.training, sum(used), cost) for used, cost in zip(nodes, costs, strict=True))
 
 
 def _of_plans(terms_s: Mapping[str, Floats], pipeline_s: Floats, plan_of: Ints) -> dict[str, Floats]:

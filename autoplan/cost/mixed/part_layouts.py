@@ -21,7 +21,7 @@ from autoplan.cost.network.links import Links
 from autoplan.cost.stages import lay_out
 from autoplan.cost.step import LaidOutPipelines, PartLayout, over_stages
 from autoplan.spec.enums import Sharding
-from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, ReplicaKind, as_parallel
+from autoplan.spec.mixed_problem import MixedPlan, MixedProblem, Nodes, ReplicaKind, as_parallel, only_on
 from autoplan.spec.plan import PP_BEFORE_DP, PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -36,29 +36,29 @@ class Member(NamedTuple):
     kind: ReplicaKind
 
 
-def lay_out_kinds(problem: MixedProblem, used: frozenset[int], members: Sequence[Member]) -> LaidOutPipelines:
-    """Lay out kinds with the same number of stages on all parts in use."""
+def lay_out_kinds(problem: MixedProblem, nodes: Nodes, members: Sequence[Member]) -> LaidOutPipelines:
+    """Lay out kinds with the same number of stages, of plans on these nodes."""
     layouts = {}
-    for part in sorted(used):
+    for part in range(len(nodes)):
         rows = [
             (at, tp)
             for at, member in enumerate(members)
             for tp in sorted({stage.tp for stage in member.kind.stages if stage.part == part})
         ]
         if rows:
-            layouts[part] = _lay_out(problem, used, part, rows, members)
+            layouts[part] = _lay_out(problem, nodes, part, rows, members)
     firsts = [(layout, np.flatnonzero(_on_part(layout)[:, 0])) for layout in layouts.values()]
     batch = PlanBatch.concatenate(layout.laid.batch.take(rows) for layout, rows in firsts)
     batch = batch.take(np.argsort(np.concatenate([layout.pipeline[rows] for layout, rows in firsts])))
-    hop_s, tied_s = _hops_s(problem, layouts, members), _tied_s(problem, layouts, members)
+    hop_s, tied_s = _hops_s(problem, nodes, layouts, members), _tied_s(problem, nodes, layouts, members)
     return LaidOutPipelines.of(list(layouts.values()), batch, hop_s, tied_s)
 
 
 def _lay_out(
-    problem: MixedProblem, used: frozenset[int], part: int, rows: Sequence[tuple[int, int]], members: Sequence[Member]
+    problem: MixedProblem, nodes: Nodes, part: int, rows: Sequence[tuple[int, int]], members: Sequence[Member]
 ) -> PartLayout:
     """Lay out kinds on a part; `rows` are (index of the kind, tensor-parallel degree)."""
-    own = problem.as_if(part, used)
+    own = problem.as_if(part, nodes)
     plans = [as_parallel(problem, members[at].plan, members[at].kind, tp) for at, tp in rows]
     on_part = np.array([[(stage.part, stage.tp) == (part, tp) for stage in members[at].kind.stages] for at, tp in rows])
     laid = lay_out(own, own.batch(plans), on_part.shape[1])
@@ -69,22 +69,20 @@ def _lay_out(
     return PartLayout(
         problem=own,
         laid=replace(laid, memory=_with_more(laid.memory, more, own.framework.memory.reserved_factor)),
-        links=_islands(problem, used, part, laid.batch, [members[at] for at, _ in rows]),
+        links=_islands(problem, nodes, part, laid.batch, [members[at] for at, _ in rows]),
         pipeline=np.array([at for at, _ in rows]),
         on_part=on_part,
         share_factor=factor,
     )
 
 
-def _islands(
-    problem: MixedProblem, used: frozenset[int], part: int, batch: PlanBatch, members: Sequence[Member]
-) -> Islands:
+def _islands(problem: MixedProblem, nodes: Nodes, part: int, batch: PlanBatch, members: Sequence[Member]) -> Islands:
     """Return collectives between the replicas that reduce each stage together: groups of shape (rows, stages)."""
-    is_apart, own = problem.is_apart(part, used), problem.as_if(part, used)
+    is_apart, own = problem.is_apart(part, nodes), problem.as_if(part, nodes)
     groups = np.array(
         [plan.num_inside(kind) if is_apart else [(plan.num_replicas, 1)] * len(kind.stages) for plan, kind in members]
     )
-    level = problem.between(part, used, problem.cluster.parts[part].num_devices)
+    level = problem.between(part, nodes, nodes[part] * problem.cluster.parts[part].devices_per_node)
     # Number of ranks between the same stages of neighbouring replicas: those of the stage, and of other stages in
     # between.
     is_parted = (batch.rank_order == PP_BEFORE_DP) & (batch.cp == 1)
@@ -156,7 +154,9 @@ def _crossings(plan: MixedPlan) -> dict[frozenset[int], int]:
     return senders
 
 
-def _hops_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: Sequence[Member]) -> Floats:
+def _hops_s(
+    problem: MixedProblem, nodes: Nodes, layouts: Mapping[int, PartLayout], members: Sequence[Member]
+) -> Floats:
     """Message time from every stage to the next, by the slower end: shape (kinds, stages).
 
     In an interleaved pipeline the last stage sends to the first.
@@ -182,13 +182,15 @@ def _hops_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: S
             alike[pair, senders[at][pair]].append((row, hop))
         for (pair, count), stages in alike.items():
             rows, columns = np.array(stages).T
-            links = links_between(problem.between(part, pair, count), layout.problem.calibration)
+            links = links_between(problem.between(part, only_on(nodes, pair), count), layout.problem.calibration)
             message = layout.overall * message_s(layout.problem, layout.laid.batch.take(rows), links)
             np.maximum.at(hops, (owners[rows], columns), message)
     return hops
 
 
-def _tied_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: Sequence[Member]) -> Floats:
+def _tied_s(
+    problem: MixedProblem, nodes: Nodes, layouts: Mapping[int, PartLayout], members: Sequence[Member]
+) -> Floats:
     """Time of the tied embedding's gradient reduction between first and last stage of every kind."""
     result = np.zeros(len(members))
     stages = len(members[0].kind.stages)
@@ -205,7 +207,7 @@ def _tied_s(problem: MixedProblem, layouts: Mapping[int, PartLayout], members: S
         for (ends, senders), rows in alike.items():
             links = Links.of(layout.problem)
             if len(ends) > 1:
-                links = links_between(problem.between(part, ends, senders), layout.problem.calibration)
+                links = links_between(problem.between(part, only_on(nodes, ends), senders), layout.problem.calibration)
             seconds = tied_table(layout.problem, batch.take(np.array(rows)), stages).seconds(links)
             np.maximum.at(result, layout.pipeline[rows], layout.overall * seconds)
     return result

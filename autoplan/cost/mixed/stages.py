@@ -36,7 +36,7 @@ def mixed_stages(problem: MixedProblem, plan: MixedPlan) -> tuple[PlacedStage, .
     placed = []
     for kind_at, kind in enumerate(plan.kinds):
         costs = {}
-        for layout in lay_out_kinds(problem, plan.parts, [Member(plan, kind)]).layouts:
+        for layout in lay_out_kinds(problem, problem.nodes_of(plan), [Member(plan, kind)]).layouts:
             assert layout.on_part is not None
             for row, stage in zip(*np.nonzero(layout.on_part), strict=True):
                 costs[int(stage)] = stage_cost(layout.problem, layout.laid, row, int(stage))
@@ -52,7 +52,7 @@ def mixed_timeline(problem: MixedProblem, plan: MixedPlan) -> Timeline:
     (cost,) = estimate_mixed(problem, [plan])
     pipelines = [
         pipeline_of(
-            lay_out_kinds(problem, plan.parts, [Member(plan, kind)]),
+            lay_out_kinds(problem, problem.nodes_of(plan), [Member(plan, kind)]),
             _places(problem, plan, kind_at),
             ranks,
             plan.num_devices,
