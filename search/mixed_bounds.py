@@ -171,15 +171,15 @@ class MixedSpace:
         form, kinds = form[rows], kinds.take(rows)
         none, all_parts = np.zeros(len(form)), self.problem.cluster.parts
         on_parts = [[way.count * way.tp_on(part) for part in range(len(all_parts))] for way in forms]
-        num_devices = np.array(on_parts)[form] * kinds.cp[:, None]
+        devices_on = np.array(on_parts)[form] * kinds.cp[:, None]
         return Ways(
             parts=tuple(parts),
             forms=tuple(forms),
             form=form,
             kinds=kinds,
             least_s=none,
-            nodes=-(-num_devices // [part.devices_per_node for part in all_parts]),
-            num_devices=num_devices.sum(axis=1),
+            nodes=-(-devices_on // np.array([part.devices_per_node for part in all_parts])),
+            num_devices=devices_on.sum(axis=1),
             most_rate=none,
         )
 

@@ -156,6 +156,17 @@ def test_a_slower_link_between_costs_more_and_only_where_it_is_crossed() -> None
     assert slower["pipeline_send"] == pytest.approx(overall * 17 * message, rel=0.02)
 
 
+@pytest.mark.parametrize("between", [None, WAN])
+def test_idle_nodes_have_no_part_in_the_price_of_a_plan(between: BetweenSpec | None) -> None:
+    """Neither as a wider domain, nor as senders over a line, nor under switches of their own."""
+    plan = plan_of(kinds=(replicas(3, 8, (0, 8, 12)), replicas(2, 4, (1, 8, 6), (1, 8, 6))))
+    costs = [
+        price(problem_of(replace(H4, num_nodes=3 + idle), replace(A4, num_nodes=4 + idle), between=between), plan)
+        for idle in (0, 1, 40)
+    ]
+    assert costs[0] == costs[1] == costs[2]
+
+
 # -- data parallelism over parts --------------------------------------------------------------------------------------
 
 

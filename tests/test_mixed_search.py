@@ -123,6 +123,10 @@ def test_replicas_of_half_the_speed_take_half_the_batch() -> None:
     (paced,) = estimate_mixed(problem, [equal])
     assert 480 / max(price.pipeline_s for price in paced.kinds) <= 2.1 / 3 * ideal
     assert len(many) <= len(cost.plan.kinds) <= 4
+    # The built-in trainer starts it: a rank per replica, each with its own number of micro-batches.
+    started = started_plan(problem, cost.plan, unequal_batches=True)
+    assert started.node_parts == (0, 1)
+    assert sum(size * number for size, number in started.micro_batches) == 481
 
 
 def test_slower_devices_add_what_they_have() -> None:
@@ -136,6 +140,8 @@ def test_slower_devices_add_what_they_have() -> None:
         for kinds in ((alone, beside), (alone,))
     )
     assert 1.30 <= fast.cost.step_s / both.cost.step_s <= 1.42
+    started = started_plan(problem, both.cost.plan, unequal_batches=True)  # by the built-in trainer
+    assert sum(size * number for size, number in started.micro_batches) == 2048
 
 
 def test_states_go_where_memory_is() -> None:
@@ -258,6 +264,7 @@ def test_one_boundary_crosses_between_two_regions() -> None:
         best = check(problem, search_mixed(problem, 64, forbid=["offload"]), 64)
         (kind,) = best.plan.kinds  # no reduction crosses: all replicas are alike, with every stage on one part
         assert sum(stage.part != two.part for stage, two in itertools.pairwise(kind.stages)) == 1
+        assert started_plan(problem, best.plan, unequal_tp=True).node_parts in ((0, 1), (1, 0))
         plans.append(best)
         if bandwidth == 1.25e8:
             blind = [(at % 2, 4, layers) for at, layers in enumerate(even_chunks(32, 4))]
