@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -885,6 +886,14 @@ def test_the_model_of_slime_is_in_the_script_that_its_launch_sources(tmp_path: P
     assert not any(option.startswith("source") for option in matters(launch))
 
 
+def test_a_batch_of_nothing_is_refused() -> None:
+    """A script may count its replicas from fewer devices than --devices, which leaves its own batch at 0."""
+    script = f"GPUS=4\nGBS=$((GPUS / 8 * 2))\ntorchrun --nproc_per_node $GPUS pretrain_gpt.py {OPTIONS}"
+    script = re.sub(r"--global-batch-size \d+", "", script) + " --global-batch-size $GBS --bf16"
+    with pytest.raises(InputError, match="global-batch-size must be a whole number of at least 1, got 0"):
+        megatron_lm.read(script, LaunchContext(model=load_model("llama3-8b"), num_devices=16))
+
+
 def test_the_batch_of_slime_follows_from_its_rollouts() -> None:
     script = SLIME.replace("--global-batch-size 256", "--num-steps-per-rollout 2")
     assert "--rollout-batch-size 32" in script
@@ -892,6 +901,9 @@ def test_the_batch_of_slime_follows_from_its_rollouts() -> None:
     assert megatron_lm.recognises("run.sh", script)
     launch = megatron_lm.read(script, LaunchContext(model=load_model("llama3-8b"), seq_len=4096))
     assert launch.plan.global_batch == samples // 2
+    alone = SLIME.replace("--n-samples-per-prompt 8 --global-batch-size 256", "--num-steps-per-rollout 1")
+    context = LaunchContext(model=load_model("llama3-8b"), seq_len=4096)
+    assert megatron_lm.read(alone, context).plan.global_batch == 32  # one sample a prompt unless it says more
 
 
 def test_layers_that_another_file_may_place_are_spread_and_listed() -> None:

@@ -19,7 +19,7 @@ _CAMEL = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # Options that name runs, results, templates and containers, and conditions of scripts, whatever is trained.
 _OF_RUNS = re.compile(
     r"save|output|wandb|swanlab|comet|mlflow|run_name|exp\w*_name|project(?!or)|log|hub_model_id|cache|template|system"
-    r"|prompt|eval|container|docker|slurm|skypilot|\s",
+    r"|prompt|eval|container|docker|slurm|skypilot|grouped_mm|\s",
     re.IGNORECASE,
 )
 _PAIR = re.compile(r"'([\w.-]+)': '?([^',{}]+)")

@@ -273,7 +273,7 @@ def _read_batch(reading: Reading) -> Fields:
         if arguments.arguments.get(key) and arguments.value(key):
             arguments.remark(key, "the plan is that of the full batch", matters=False)
     micro_batch, dp = reading.fields["micro_batch"], reading.fields["dp"]
-    return {"global_batch": arguments.optional_count("global_batch_size") or micro_batch * dp}
+    return {"global_batch": arguments.optional_count("global_batch_size", least=1) or micro_batch * dp}
 
 
 # fmt: off

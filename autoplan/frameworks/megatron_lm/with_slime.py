@@ -8,7 +8,6 @@ from __future__ import annotations
 from autoplan.frameworks.common.option_table import Assumed, remark_assumed
 from autoplan.frameworks.common.options import Argument, Options
 
-_TELLING = ("rollout_batch_size", "n_samples_per_prompt")
 _ACTOR = ("actor_num_nodes", "actor_num_gpus_per_node")
 # Options of the programs that make samples, score them and log (slime/utils/arguments.py): by how they begin, or whole.
 _ELSEWHERE = ("rollout_", "sglang_", "eval_", "wandb_", "tb_")
@@ -28,7 +27,7 @@ _ASSUMED = (Assumed("entropy_coef", (0, 0.0, None), "the loss is priced without 
 
 def is_with_slime(arguments: Options) -> bool:
     """Return whether the options belong to slime."""
-    return all(map(arguments.has, _TELLING))
+    return arguments.has("rollout_batch_size")
 
 
 def translate(arguments: Options) -> int | None:
