@@ -105,6 +105,7 @@ class Job:
     compares_devices: bool = True
     devices_per_domain: int = 0  # size of the ranks' scale-up domains, in consecutive nodes; 0: nodes are domains
     kernels: Mapping[Operation, str] = field(default_factory=dict)  # named by the user instead of torch's
+    layer_kernels: str = "trainer"  # beginning of the kernel names of the framework's own layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.operations import (
     COLLECTIVES,
+    GIVEN_KERNELS,
     HOST_COPIES,
     LAYER_HALVES,
     LAYER_SIZES,
@@ -118,17 +119,23 @@ def ranked_tasks(scope: MeasurementScope, hello: Hello, measured: Collection[Tas
     device = load_device(hello.fingerprint.device) or load_device(_ANY_DEVICE)
     assert device is not None
     calls: Counter[Task] = Counter()
+    measurable: set[Operation] = set()
+    timed = set(scope.framework.timed_operations)
     for mode in scope.modes:
         for dtype in hello.dtypes:
             for call in (
                 *_kernels(scope, hello),
-                *(_units(scope, hello) if scope.framework.is_trainer else ()),
+                *_modules(scope, hello),
+                *(_units(scope, hello) if scope.framework.is_trainer else _layers(scope)),
                 *_collectives(scope, hello),
+                *_host_copies(hello),
             ):
                 operation = call.operation
                 is_windowed = operation.startswith("attention") and call.shape[-1] > 0
                 kernel = (hello.windowed if is_windowed else hello.kernels).get((operation, dtype))
-                if kernel and (not scope.only or operation in scope.only):
+                if kernel and operation in timed:
+                    measurable.add(operation)
+                if kernel and operation in timed and (not scope.only or operation in scope.only):
                     # FSDP2 casts the weights during the gather, so there is no separate copy in the compute type.
                     is_fp32 = operation == "optimizer" and scope.framework.memory.fsdp2_states
                     task = Task(
@@ -139,6 +146,11 @@ def ranked_tasks(scope: MeasurementScope, hello: Hello, measured: Collection[Tas
                         mode=mode,
                     )
                     calls[task] += call.num_calls
+    if scope.only and not calls:
+        raise InputError(
+            f"--only {','.join(scope.only)}: nothing of plans for {scope.model.name} with {scope.framework.name} that "
+            f"can be measured here; that can be {', '.join(name for name in SHAPES if name in measurable)}"
+        )
     planned = []
     for task, count in calls.items():
         if task.key not in measured:
@@ -226,6 +238,58 @@ def _kernels(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
         yield _Call("optimizer", (size,), 1)
 
 
+def _modules(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
+    """Yield calls of modules that join several kernels, for those that somebody names."""
+    model, seq_len, moe = scope.model, scope.seq_len, scope.model.moe
+    shapes, counts = block_shapes(model), Counter(block for layer in model.layers for block in layer)
+    is_normed = model.norm == "rmsnorm" and model.norms_per_block == 1
+    groups = sorted(
+        {(at.num_devices, at.devices_per_node) for at in layouts(hello.num_domains, hello.ranks_per_domain)}
+    )
+
+    def both(operation: Operation, shape: tuple[int, ...], count: int) -> Iterator[_Call]:
+        return (_Call(served, shape, count) for served in GIVEN_KERNELS[operation])
+
+    for tp, micro_batch in itertools.product(scope.tps, scope.micro_batches):
+        batch, tokens = PlanBatch.of([ParallelPlan(global_batch=1, tp=tp)], model.num_layers), micro_batch * seq_len
+        part = tokens // tp if scope.framework.network.sequence_parallel else tokens
+        for block, count in counts.items():
+            for linear in shapes[block].linears:
+                if linear.is_expert:
+                    continue
+                inputs, outputs = (int(sizes[0]) for sizes in local_sizes(linear, batch))
+                rows = part if linear.split == "replicated" else tokens
+                yield from both("linear", (rows, outputs, inputs), count * linear.copies)
+                if linear.name in ("qkv", "fc1") and is_normed and part == tokens:
+                    yield from both("norm_linear", (rows, outputs, inputs), count)
+            if block is Block.MLP and is_normed and model.gated_mlp:
+                mlp = (tokens, model.hidden_size, model.ffn_size)
+                if tp == 1:
+                    yield from both("mlp", mlp, count)
+                for group in groups:
+                    if group[0] == tp:
+                        yield from both("overlapped_mlp", (*mlp, *group), count)
+            if block is Block.MOE and moe:
+                routing = (part, model.hidden_size, moe.num_experts, moe.experts_per_token)
+                yield from both("routing", routing, count)
+                for group in groups:
+                    if group[0] in scope.eps:
+                        yield from both("exchange", (*routing, *group), count)
+            if block is Block.ATTENTION and not scope.is_latent:
+                heads = (model.num_heads // tp, max(model.kv_heads // tp, 1), model.qk_head_dim)
+                for group in groups:
+                    if seq_len % (2 * group[0]) == 0:
+                        yield from both("ring_attention", (micro_batch, seq_len, *heads, *group), count)
+
+
+def _layers(scope: MeasurementScope) -> Iterator[_Call]:
+    """Yield calls of whole layers of a framework, on one device, for those that somebody names."""
+    if kind := measured_layer(scope.model):
+        for micro_batch, operation in itertools.product(scope.micro_batches, kind.passes[:2]):
+            sizes = (*kind.sizes(scope.model), 1, *kind.expert_sizes(scope.model))
+            yield _Call(operation, (micro_batch, scope.seq_len, *sizes), scope.model.layers.count(kind.blocks))
+
+
 def _units(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
     """Yield calls of units of the built-in trainer that fit into the ranks' memory."""
     model, seq_len, ranks_per_node = scope.model, scope.seq_len, hello.ranks_per_node
@@ -284,6 +348,12 @@ def _collectives(scope: MeasurementScope, hello: Hello) -> Iterator[_Call]:
                     yield _Call(operation, shape, count, BESIDE)
 
 
+def _host_copies(hello: Hello) -> Iterator[_Call]:
+    """Yield copies between devices and their host, for states and activations that plans keep there."""
+    if hello.device_type != "cpu":  # which is its own host
+        yield from (_Call(operation, (size,), 1) for size in BUFFERS[hello.device_type] for operation in HOST_COPIES)
+
+
 def reference_s(task: Task, device: DeviceSpec) -> float:
     """Return the seconds of a call at datasheet rates: good enough only for order and budget."""
     flops, numbers = _work(task.operation, task.shape)
@@ -304,9 +374,21 @@ def reference_s(task: Task, device: DeviceSpec) -> float:
 
 def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
     """Return (floating-point operations, numbers read and written) of one call, roughly (`modelling` A2, C5)."""
-    if operation in PRODUCTS:
+    if operation in PRODUCTS or "linear" in operation:
         m, n, k = shape
-        return 2.0 * m * n * k, m * n + n * k + m * k
+        passes = 2.0 if operation.endswith("backward") else 1.0
+        return passes * 2.0 * m * n * k, passes * (m * n + n * k + m * k)
+    if "mlp" in operation:
+        tokens, hidden_size, ffn_size, *group = shape
+        passes = 2.0 if operation.endswith("backward") else 1.0
+        return passes * 6.0 * tokens * hidden_size * ffn_size / (group[0] if group else 1), 0.0
+    if operation.startswith("ring_attention"):
+        *sizes, num_devices, _ = shape
+        flops, numbers = _work(cast(Operation, operation.removeprefix("ring_")), (*sizes, 0))
+        return flops / num_devices, numbers
+    if operation.startswith(("routing", "exchange")):
+        tokens, hidden_size, _, per_token, *_ = shape
+        return 0.0, 20.0 * tokens * per_token * hidden_size
     if operation.startswith("attention"):
         batch, seq_len, heads, kv_heads, head_dim, window = shape
         passes = 2.5 if operation.endswith("backward") else 1.0

@@ -35,7 +35,7 @@ from autoplan.profiler.operations.inputs import DTYPES, BesideRun, InputFactory,
 from autoplan.profiler.protocol import BESIDE, PRODUCTS_S, Hello, Job, Outcome, Task, ranks_in_domain, rules_for
 from autoplan.profiler.record import SETTINGS, Fingerprint, settings_differ
 from autoplan.profiler.timer import measure, synchronise
-from autoplan.spec.operations import COLLECTIVES, GIVEN_KERNELS, Operation
+from autoplan.spec.operations import COLLECTIVES, GIVEN_KERNELS, GROUPED, Operation
 from autoplan.trainer.device import describe
 from autoplan.trainer.device import join as join_ranks
 
@@ -107,7 +107,7 @@ def join(place: RankPlace, job: Job) -> Ranks:
         groups=collectives.Groups(place.rank, place.num_ranks // in_domain, in_domain),
         grids=trainer_units.Grids(place.num_ranks, per_node, device),
         control=control,
-        given=given_kernels(job.kernels),
+        given=given_kernels(job.kernels, job.layer_kernels),
     )
 
 
@@ -129,15 +129,18 @@ def greet(ranks: Ranks, job: Job) -> Hello:
             if dtype in DTYPES:
                 library = " ".join([machine.collectives.partition(" ")[0], *_settings()])
                 implementations |= dict.fromkeys([(operation, dtype) for operation in COLLECTIVES], library)
-            check_runs(ranks.given, dtype, device)
-            implementations |= {(operation, dtype): kernel.name for operation, kernel in ranks.given.items()}
+            if job.layer_kernels == trainer_units.KERNEL:
+                implementations |= {
+                    (operation, dtype): trainer_units.implementation(operation, dtype)
+                    for operation in trainer_units.UNITS
+                }
+            given = {operation: kernel for operation, kernel in ranks.given.items() if kernel.runs(operation, dtype)}
+            check_runs(given, dtype, device)
+            implementations |= {(operation, dtype): kernel.name for operation, kernel in given.items()}
             windowed |= {
                 (operation, dtype): kernel.name
-                for operation, kernel in ranks.given.items()
+                for operation, kernel in given.items()
                 if operation in GIVEN_KERNELS["attention"] and kernel.takes_windows
-            }
-            implementations |= {
-                (operation, dtype): trainer_units.implementation(operation, dtype) for operation in trainer_units.UNITS
             }
     gemm_s, links_s = _compared(ranks) if job.compares_devices else ([], {})
     return Hello(
@@ -219,12 +222,13 @@ def prepare(task: Task, ranks: Ranks) -> Run | StagedRun | None:
         return collectives.build_pair(task.partners, task.shape[3], factory)
     if task.operation in COLLECTIVES:
         return collectives.build(task.operation, task.shape, factory, ranks.groups)
-    if task.operation in trainer_units.UNITS:
-        return trainer_units.build(task.operation, task.shape, factory, ranks.grids)
     given = ranks.given.get(task.operation)
     run: Run | StagedRun
     if given is not None and given.name == task.kernel:
-        run = given.build(task.operation, task.shape, factory)
+        group = ranks.groups.of_neighbours(*task.shape[-2:]) if task.operation in GROUPED else None
+        run = given.build(task.operation, task.shape, factory, group)
+    elif task.operation in trainer_units.UNITS:
+        return trainer_units.build(task.operation, task.shape, factory, ranks.grids)
     else:
         run = kernels.build(task.operation, task.shape, factory)
     run()
@@ -256,7 +260,7 @@ def perform(task: Task, ranks: Ranks, job: Job, prepare: Prepare) -> Outcome:
         return Outcome(status="failed", reason=f"rank {rank}: {text}")
     # Only the host's own time for a pipeline counts, without waits for other stages.
     meets = trainer_units.meets(task.operation, task.shape) if task.operation in trainer_units.UNITS else False
-    needs_all = meets or task.operation in COLLECTIVES
+    needs_all = meets or task.operation in COLLECTIVES or task.operation in GROUPED
     rules = rules_for(ranks.device.type, task.mode, allowance_s=job.allowance_s)
     outcome = measure(
         run,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
+import torch.distributed as dist
 
+from autoplan.api.problem import load_framework
 from autoplan.api.profiling import ProfileOptions, _named_kernels, profile
 from autoplan.base.errors import InputError
 from autoplan.base.processes import CrewError
@@ -19,11 +22,13 @@ from autoplan.profiler.operations.adapted_kernels import ADAPTERS
 from autoplan.profiler.operations.given_kernels import GivenKernel, check_runs, given_kernels
 from autoplan.profiler.operations.inputs import InputFactory, StagedRun
 from autoplan.profiler.operations.kernels import _experts
+from autoplan.profiler.operations.torch_modules import Routing
 from autoplan.profiler.shipped_kernels import SHIPPED
 from autoplan.profiler.store import Choice, open_store
 from autoplan.spec.operations import Operation
 
 CPU = torch.device("cpu")
+MEGATRON = load_framework("megatron-core")
 # A product, an attention and an optimizer that count what they are asked for.
 MINE = """
 from dataclasses import dataclass
@@ -212,17 +217,23 @@ def test_kernels_are_compiled_where_asked(mine: Path) -> None:
 
 
 def test_a_library_names_all_its_kernels() -> None:
-    named = _named_kernels(["transformer-engine", "attention=flash-attn-3:compiled", "norm=torch.nn:RMSNorm:compiled"])
+    named = _named_kernels(
+        ["transformer-engine", "attention=flash-attn-3:compiled", "norm=torch.nn:RMSNorm:compiled"], MEGATRON
+    )
     assert named == {
         **SHIPPED["transformer-engine"],
         "attention": "flash_attn_interface:flash_attn_func:compiled",
         "norm": "torch.nn:RMSNorm:compiled",
     }
-    assert _named_kernels(["flash-attn:compiled"]) == {"attention": "flash_attn:flash_attn_func:compiled"}
-    with pytest.raises(InputError, match="or a library: transformer-engine, flash-attn"):
-        _named_kernels(["gemm=flash-attn"])
+    assert _named_kernels(["flash-attn:compiled"], MEGATRON) == {"attention": "flash_attn:flash_attn_func:compiled"}
+    with pytest.raises(InputError, match="or a library: transformer-engine, torch, megatron-core"):
+        _named_kernels(["gemm=flash-attn"], MEGATRON)
+    assert "layer" not in _named_kernels(["torchtitan"], MEGATRON)
+    assert "layer" in _named_kernels(["torchtitan"], load_framework("torchtitan"))
+    with pytest.raises(InputError, match="no plan for megatron-core runs it"):
+        _named_kernels(["layer=torchtitan"], MEGATRON)
     for library, names in SHIPPED.items():
-        if library in ("torchtitan", "apex"):
+        if library in ("torchtitan", "apex", "torch", "megatron-core"):
             continue
         for operation, name in names.items():
             with pytest.raises(InputError, match=r"cannot be imported here: No module named"):
@@ -269,9 +280,67 @@ def test_a_file_shadows_no_module(mine: Path) -> None:
     assert sys.modules["torch"] is torch
 
 
-def test_types_with_scales_are_refused(mine: Path) -> None:
-    with pytest.raises(InputError, match="timed in bf16, fp16, fp32"):
-        check_runs(given_kernels({"gemm": f"{mine}:Linear"}), "fp8", CPU)
+def test_only_modules_that_quantise_run_in_types_with_scales(mine: Path) -> None:
+    linear = given_kernels({"gemm": f"{mine}:Linear", "linear": f"{mine}:Linear"})["linear"]
+    assert [linear.runs(name, "fp8") for name in ("gemm", "linear", "experts", "norm_linear")] == [False, *3 * [True]]
+    assert [linear.runs(name, "bf16") for name in ("gemm", "linear", "mlp")] == [True, False, True]
+    check_runs({"linear": linear, "linear_backward": linear}, "fp8_delayed", CPU)
+
+
+LAYER = (2, 16, 32, 48, 4, 2, 8, 1)
+
+
+def ran(kernel: GivenKernel, operation: Operation, shape: tuple[int, ...], dtype: str = "fp32") -> torch.Tensor:
+    """Run both passes once; return the output."""
+    factory = InputFactory(device=CPU, dtype=dtype, kernel=kernel.name)
+    backward = kernel.build(f"{operation}_backward", shape, factory)  # type: ignore[arg-type]
+    assert isinstance(backward, StagedRun)
+    graph, output = backward.prepare()
+    backward.run((graph, output))
+    assert not output.isnan().any()
+    assert isinstance(output, torch.Tensor)
+    return output
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")  # in torch's own imports
+def test_a_layer_of_torchtitan_itself() -> None:
+    pytest.importorskip("triton")
+    pytest.importorskip("torchtitan")
+    kernel = given_kernels({"layer": SHIPPED["torchtitan"]["layer"]}, "torchtitan: ")["layer_backward"]
+    assert kernel.name.startswith("torchtitan: torchtitan.models.llama3.model:Llama3TransformerBlock 0.")
+    assert ran(kernel, "layer", LAYER, "bf16").shape == (2, 16, 32)
+    with pytest.raises(InputError, match="on one device"):
+        ran(kernel, "layer", (*LAYER[:-1], 2))
+
+
+@pytest.mark.filterwarnings("ignore")  # of Megatron-Core, which misses Apex and Transformer Engine
+def test_a_layer_of_megatron_core_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own modules on a CPU, for which it is told that the CPU is the device."""
+    if not (place := os.environ.get("MEGATRON_LM_DIR")):
+        pytest.skip("MEGATRON_LM_DIR names no checkout")
+    pytest.importorskip("triton")
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU)
+    random = pytest.importorskip("megatron.core.tensor_parallel.random")
+    monkeypatch.setattr(random, "_set_cuda_rng_state", lambda *_, **__: None)
+    monkeypatch.setattr(random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        kernels = given_kernels(SHIPPED["megatron-core"], "megatron-core: ")
+        assert ran(kernels["layer"], "layer", LAYER).shape == (2, 16, 32)
+        assert ran(kernels["moe_layer"], "moe_layer", (*LAYER, 4, 2)).shape == (2, 16, 32)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_routing_brings_back_what_experts_return() -> None:
+    kernel = given_kernels({"routing": SHIPPED["torch"]["routing"]})["routing"]
+    assert ran(kernel, "routing", (16, 8, 4, 2)).shape == (16, 8)
+    whole = Routing(hidden_size=8, num_experts=4, experts_per_token=4)
+    x = torch.randn(16, 8)
+    torch.testing.assert_close(whole(x), x)  # by all experts, whose scores add up to 1
 
 
 def test_a_profile_keeps_them_under_their_names(tmp_path: Path, mine: Path) -> None:

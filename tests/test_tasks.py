@@ -61,7 +61,8 @@ def test_products_of_a_model_are_those_that_a_rank_of_each_degree_runs() -> None
 
 def test_a_rank_of_two_has_half_the_heads_and_the_vocabulary() -> None:
     assert shapes(SCOPE, "attention") == {(1, 128, 4, 2, 64, 0), (1, 128, 2, 1, 64, 0)}
-    assert shapes(SCOPE, "cross_entropy") == {(128, 1024), (128, 512)}  # 1,000 padded to a multiple of 128 tp
+    assert shapes(TRAINER, "cross_entropy") == {(128, 1000), (128, 500)}
+    assert shapes(SCOPE, "cross_entropy") == set()  # it fuses it, in its own way
     assert shapes(SCOPE, "norm") == {(128, 256), (64, 256)}  # sequence parallelism
 
 
@@ -82,7 +83,8 @@ def test_layers_of_experts_are_measured_where_pricing_looks_them_up() -> None:
 def test_units_of_the_trainer_are_measured_for_it_alone() -> None:
     layer = (1, 128, 256, 512, 4, 2, 64)
     for operation in (*LAYERS, "embedding", "head", "replicated_layer", "pipeline_actions"):
-        assert shapes(SCOPE, operation) == set()
+        named = {(*layer, 1)} if operation in LAYERS[:2] else set()  # somebody may name its own
+        assert shapes(SCOPE, operation) == named
     for operation in LAYERS:
         assert shapes(TRAINER, operation) == {(*layer, 1), (*layer, 2)}
     # A backward pass is taken apart in a pipeline, for which tp over both ranks leaves none.
@@ -189,14 +191,34 @@ def test_what_is_known_or_not_asked_for_or_cannot_run_is_left_out() -> None:
     known = {item.task.key for item in everything[::2]}
     assert {ranked.task for ranked in ranked_tasks(SCOPE, LAB, known)} == {ranked.task for ranked in everything[1::2]}
     assert ranked_tasks(SCOPE, LAB, {item.task.key for item in everything}) == []
-    assert {ranked.task.operation for ranked in ranked_tasks(replace(SCOPE, only=("norm", "rope")), LAB, ())} == {
+    assert {ranked.task.operation for ranked in ranked_tasks(replace(SCOPE, only=("norm", "gemm")), LAB, ())} == {
         "norm",
-        "rope",
+        "gemm",
     }
+    with pytest.raises(InputError, match="--only embedding,rope: nothing of plans for"):
+        ranked_tasks(replace(SCOPE, only=("embedding", "rope")), LAB, ())
     without = {which: way for which, way in ALL.items() if which[0] != "gemm"}
     assert "gemm" not in {ranked.task.operation for ranked in ranked_tasks(SCOPE, replace(LAB, kernels=without), ())}
     # Another mode or kernel is another measurement.
     assert len(ranked_tasks(replace(SCOPE, modes=("burst",)), LAB, known)) == len(everything)
+
+
+def test_copies_to_and_from_the_host_are_those_of_devices() -> None:
+    assert shapes(SCOPE, "copy_to_host") == set()
+    device = replace(LAB, device_type="cuda")
+    assert shapes(SCOPE, "copy_to_host", device) == shapes(SCOPE, "copy_from_host", device)
+    assert (2**30,) in shapes(replace(SCOPE, only=("copy_to_host",)), "copy_to_host", device)
+
+
+def test_modules_that_somebody_names_have_the_sizes_of_a_rank() -> None:
+    assert shapes(SCOPE, "mlp") == {(128, 256, 512)}
+    assert shapes(SCOPE, "overlapped_mlp") == {(128, 256, 512, 2, 2)}
+    assert (128, 512, 256) in shapes(SCOPE, "norm_linear")
+    assert shapes(SCOPE, "ring_attention") == {(1, 128, 4, 2, 64, 2, 2), (1, 128, 2, 1, 64, 2, 2)}
+    moe = Experts(num_experts=8, experts_per_token=2, expert_ffn_size=96)
+    routed = replace(SCOPE, model=replace(SMALL, moe=moe), eps=(2,))
+    assert shapes(routed, "routing") == {(128, 256, 8, 2), (64, 256, 8, 2)}
+    assert shapes(routed, "exchange") == {(128, 256, 8, 2, 2, 2), (64, 256, 8, 2, 2, 2)}
 
 
 @given(st.integers(0, 60))

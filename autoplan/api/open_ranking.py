@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from autoplan.api.plan_files import load_plan_file, problem_of
-from autoplan.api.timings import FoundTimings, usable_operations, usable_timings, with_measurements
+from autoplan.api.timings import FoundTimings, usable_timings, with_measurements
 from autoplan.base.errors import InputError, NoStoreError
 from autoplan.cost.estimate import estimate
 from autoplan.cost.lookups import looked_up_shapes
@@ -100,7 +100,7 @@ class OpenRanking:
 
     def _groups(self, hello: Hello, measured: Collection[TaskKey]) -> list[tuple[OperationGroup, list[RankedTask]]]:
         """Return what can be measured and is not known; what settings have in common belongs to the first of them."""
-        usable = usable_operations(self.file.framework)
+        usable = self.file.framework.timed_operations
         device = self.file.cluster.device
         parts: dict[tuple[str, str], list[RankedTask]] = defaultdict(list)
         assigned = set()

@@ -28,7 +28,7 @@ from autoplan.profiler.sweep import run as sweep
 from autoplan.profiler.tasks import MeasurementScope, RankedTask, TaskKey, ranked_tasks, unmeasurable_parts
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
-from autoplan.spec.operations import GIVEN_KERNELS, NARROW_PRODUCTS, SHAPES, Operation
+from autoplan.spec.operations import GIVEN_KERNELS, LAYERS, MOE_LAYERS, NARROW_MODULES, SHAPES, Operation
 from autoplan.spec.search_result import RankedPlan
 from autoplan.topology.cluster import ClusterSpec
 
@@ -186,7 +186,14 @@ def planned_profile(
     with suppress(NoStoreError), opened_store(options.db, writable=False) as store:
         machine = machine_of(cluster, store)
         measured_keys = store.measured_keys(machine, options.visits) if machine else measured_keys
-    hello = expected_hello(cluster, machine, measured_keys, dtypes=purpose.dtypes, num_nodes=num_nodes)
+    hello = expected_hello(
+        cluster,
+        machine,
+        measured_keys,
+        dtypes=purpose.dtypes,
+        num_nodes=num_nodes,
+        layer_kernels=purpose.framework.layer_kernels,
+    )
     return _planned(purpose, hello, measured_keys, options)
 
 
@@ -222,6 +229,14 @@ class _Purpose:
     scope: MeasurementScope | None
     open_ranking: OpenRanking | None
 
+    @property
+    def framework(self) -> Framework:
+        """Framework of the plans."""
+        if self.open_ranking is not None:
+            return self.open_ranking.file.framework
+        assert self.scope is not None
+        return self.scope.framework
+
 
 def _purpose(model: str | Path | ModelSpec | None, plan_file: str | Path | None, options: ProfileOptions) -> _Purpose:
     """Read what was given."""
@@ -244,7 +259,7 @@ def _purpose(model: str | Path | ModelSpec | None, plan_file: str | Path | None,
         # As plans are made for the built-in trainer unless told otherwise, on every device.
         dtypes = ("bf16",) if scope.framework.is_trainer else ()
     if options.dtypes:
-        dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", *NARROW_PRODUCTS))
+        dtypes = parse_words(options.dtypes, "--dtypes", ("bf16", "fp16", "fp32", *NARROW_MODULES))
     return _Purpose(cluster=cluster, dtypes=dtypes, scope=scope, open_ranking=open_ranking)
 
 
@@ -260,7 +275,8 @@ def started_profile(
         allowance_s=parse_duration(options.allowance),
         limit_s=parse_duration(options.limit),
         devices_per_domain=purpose.cluster.levels[-1].num_devices if purpose.cluster else 0,
-        kernels=_named_kernels(options.kernels),
+        kernels=_named_kernels(options.kernels, purpose.framework),
+        layer_kernels=purpose.framework.layer_kernels,
     )
     with Crew(job, place, num_ranks) as crew:
         if not crew.leads:
@@ -282,14 +298,21 @@ def started_profile(
             )
 
 
-def _named_kernels(texts: Sequence[str]) -> dict[Operation, str]:
-    """Return the kernels that were named, by operation; paths are whole, as ranks may start elsewhere."""
+def _named_kernels(texts: Sequence[str], framework: Framework) -> dict[Operation, str]:
+    """Return the kernels that were named, by operation; paths are whole, as ranks may start elsewhere.
+
+    Layers of a library only if it is the framework of the plans: no other plans run them.
+    """
     named: dict[Operation, str] = {}
+    layers = (LAYERS[0], MOE_LAYERS[0])
     for text in texts:
         operation, equals, name = text.partition("=") if "=" in text else ("", "", text)
         plain = name.removesuffix(COMPILED)
         suffix, shipped = name.removeprefix(plain), SHIPPED.get(plain, {})
-        if served := [known for known in shipped if not equals or known == operation]:
+        if operation in layers and operation in shipped and not framework.layer_kernels.startswith(plain):
+            raise InputError(f"--kernel {text}: no plan for {framework.name} runs it: name its own with --framework")
+        others = () if framework.layer_kernels.startswith(plain) else layers
+        if served := [name for name in shipped if name == operation or not (equals or name in others)]:
             named |= {known: f"{shipped[known]}{suffix}" for known in served}
             continue
         place, _, attribute = plain.rpartition(":")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from autoplan.api.results import PricedPlans
-from autoplan.api.timings import is_at_hand, opened_store, usable_operations
+from autoplan.api.timings import is_at_hand, opened_store
 from autoplan.base.errors import StoreError
 from autoplan.cost.served import measured_shares, needed_times, term_spreads
 from autoplan.profiler.record import Record
@@ -24,7 +24,7 @@ def step_sources(result: PricedPlans, db: str | None = None) -> StepSources:
     a file that is at hand.
     """
     file, pinned = result.file, result.file.pinned
-    usable = usable_operations(file.framework)
+    usable = file.framework.profiled_operations
     needed = [
         need
         for need in needed_times(result.problem, result.plan)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from autoplan.api.plan_files import read_plans
-from autoplan.api.timings import opened_store, usable_operations, with_timings
+from autoplan.api.timings import opened_store, with_timings
 from autoplan.base.errors import InputError
 from autoplan.cost.served import needed_times
 from autoplan.report.page.team import team_page
@@ -36,7 +36,7 @@ def _needs(path: str | Path, db: str | None) -> PlanNeeds:
     problem = replace(result.problem, timings=NO_TIMINGS)
     with suppress(InputError):  # the database has no times of its device: all are missing
         problem = with_timings(problem, "db", db)
-    usable = usable_operations(problem.framework)
+    usable = problem.framework.profiled_operations
     served: Counter[str] = Counter()
     missing: Counter[str] = Counter()
     for need in needed_times(problem, result.plan):

@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
 TIMINGS = ("aiconfigurator", "db")
 
-# A profile runs them one by one, as torch does: frameworks fuse them, each in its way, unless they are eager as well.
-_FUSED = ("rope", "swiglu", "swiglu_backward", "cross_entropy")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTimings:
@@ -66,7 +63,7 @@ def with_measurements(problem: Problem, timings: FoundTimings, *, is_own: bool |
 def stored_table(cluster: ClusterSpec, framework: Framework, url: str | None) -> TimingTable:
     """Return the timings in the database at `url` that price plans of `framework`."""
     device = cluster.device
-    timings = stored_timings(cluster, url, usable_operations(framework))
+    timings = stored_timings(cluster, url, framework.timed_operations, framework.layer_kernels)
     if not timings.measurements:
         raise InputError(f"the database has no timings of {device.name}: leave --timings out")
     calibration = built_in_calibration(framework, device)
@@ -149,22 +146,23 @@ def _published(problem: Problem) -> Measurements:
     return Measurements.of(for_training(wide, device))
 
 
-def usable_operations(framework: Framework) -> list[Operation]:
-    """Return the operations whose times in the database are those of the kernels that the framework runs."""
-    return [name for name in SHAPES if framework.is_trainer or name not in _FUSED]
-
-
 def usable_timings(problem: Problem, url: str | None) -> FoundTimings:
     """Return the times of these operations in the database at `url`."""
-    return stored_timings(problem.cluster, url, usable_operations(problem.framework))
+    framework = problem.framework
+    return stored_timings(problem.cluster, url, framework.timed_operations, framework.layer_kernels)
 
 
-def stored_timings(cluster: ClusterSpec, url: str | None, operations: Collection[Operation]) -> FoundTimings:
-    """Return the timings of the machine in the cluster file, or of the last measured machine with its device."""
+def stored_timings(
+    cluster: ClusterSpec, url: str | None, operations: Collection[Operation], layer_kernels: str = ""
+) -> FoundTimings:
+    """Return the timings of the machine in the cluster file, or of the last measured machine with its device.
+
+    Of units of a trainer only those count whose kernels' names begin with `layer_kernels`.
+    """
     with opened_store(url, writable=False) as store:
         machine = machine_of(cluster, store) or Fingerprint(device=cluster.device.name)
         origin = TimingOrigin(database=store.name, machine=machine.words)
-        measurements = store.timings(machine, operations=operations)
+        measurements = store.timings(machine, operations=operations, layer_kernels=layer_kernels)
         contention = contention_shares(store.beside_products(machine), measurements.of_operations(COLLECTIVES))
         timings = FoundTimings(measurements=measurements, contention=contention, origin=origin)
         if store.hosts_apart:

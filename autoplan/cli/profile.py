@@ -58,7 +58,7 @@ DtypesOption = Annotated[
     str | None,
     typer.Option(
         metavar="TYPE,...",
-        help="bf16, fp16, fp32, fp8, mxfp8, nvfp4, fp8_block.",
+        help="bf16, fp16, fp32, fp8, mxfp8, nvfp4, fp8_block, fp8_delayed.",
         show_default="the device's training type",
     ),
 ]

@@ -38,6 +38,7 @@ from autoplan.cost.kernels.launches import (
 )
 from autoplan.cost.kernels.linears import BlockShape
 from autoplan.cost.kernels.measured import host_copy_s
+from autoplan.cost.kernels.measured_modules import exchange_s, overlapped_mlp, ring_attention
 from autoplan.cost.kernels.measured_units import (
     SharedStates,
     layer_times,
@@ -202,6 +203,9 @@ def _parts(
     tp, tp_inputs, cp = Pass.none(len(batch)), zeros, Pass.none(len(batch))
     if has_tensor_parallel(block, shape):
         tp = tensor_parallel_s(problem, batch, shape, tp_alone, kernels)
+        if block is Block.MLP:
+            work, tp = overlapped_mlp(problem, batch, kernels.passes, tp)
+            kernels = kernels.lasting(work)
         inputs, alone = tp_alone.gather_s, tp_alone.forward_s
         tp_inputs = tp.forward_s * np.divide(inputs, alone, out=zeros.copy(), where=alone > 0)
     if shape.is_frozen:
@@ -210,7 +214,9 @@ def _parts(
         tp = tp.plus(Pass(zeros, encoder_gradient(problem, batch).seconds(links)))
     if block in ATTENTION_BLOCKS:
         cp = context_parallel_s(problem, batch, links, kernels.attention)
-    ep = expert_parallel_s(problem, batch, links) if block is Block.MOE else zeros
+        attention, cp = ring_attention(problem, batch, kernels.attention, cp)
+        kernels = replace(kernels, attention=attention)
+    ep = exchange_s(problem, batch, expert_parallel_s(problem, batch, links)) if block is Block.MOE else zeros
     return _Parts(
         kernels=kernels,
         tp=tp,

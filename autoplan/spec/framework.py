@@ -11,6 +11,7 @@ from autoplan.base.units import check_count, check_not_negative, check_positive,
 from autoplan.spec.axes import AXIS, offered, shown
 from autoplan.spec.axis import Value
 from autoplan.spec.enums import AttentionKernel, RankOrder
+from autoplan.spec.operations import FUSED, MODULES, SHAPES, TRAINER_UNITS, Operation
 from autoplan.spec.plan import ParallelPlan
 
 
@@ -328,6 +329,24 @@ class Framework:
     def is_trainer(self) -> bool:
         """Return whether its layers and other units are the built-in trainer's, which a profile measures."""
         return self.rules == "trainer"
+
+    @property
+    def layer_kernels(self) -> str:
+        """Beginning of the kernel names of its own whole layers, which a profile measures and prices use."""
+        if self.is_trainer:
+            return "trainer"
+        return f"{'megatron-core' if self.megatron_layers else self.rules}: "
+
+    @property
+    def timed_operations(self) -> list[Operation]:
+        """Operations whose measured times are those of its kernels: not what it fuses and torch runs one by one."""
+        return [name for name in SHAPES if self.is_trainer or name not in FUSED]
+
+    @property
+    def profiled_operations(self) -> list[Operation]:
+        """Operations of these that a profile measures without being told whose kernels to run."""
+        named_only = {*MODULES, *(() if self.is_trainer else TRAINER_UNITS)}
+        return [name for name in self.timed_operations if name not in named_only]
 
     @property
     def calibration_name(self) -> str:

@@ -27,6 +27,12 @@ class Groups:
         self.rank, self._num_nodes, self._devices_per_node = rank, num_nodes, devices_per_node
         self._made: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
+    def of_neighbours(self, num_devices: int, on_node: int) -> dist.ProcessGroup:
+        """Return this rank's group of so many, `on_node` of them on each of its nodes.  All ranks call it."""
+        member = self.of_shape((num_devices, on_node, self._devices_per_node // on_node, 0))
+        assert member is not None
+        return member[0]
+
     def of_shape(self, shape: tuple[int, ...]) -> tuple[dist.ProcessGroup, list[int]] | None:
         """Return (this rank's group of `shape`, its ranks); None for a rank that stands by.  All ranks call it."""
         num_devices, on_node, num_groups, _ = shape

@@ -11,10 +11,17 @@ called, with numbers in the type of the plan:
 - `experts`: a class like Transformer Engine's `GroupedLinear`, made with (experts, inputs, outputs, bias=False), called
   with (inputs sorted by expert, [how many each expert has]); what is between the two products is torch's.
 - `optimizer`: a class like `torch.optim.AdamW`, made with ([weights in fp32], lr=...).
+- `linear`, `norm_linear`: a class like `torch.nn.Linear`, that of the latter with an RMSNorm before the matrix.
+- all others but `ring_attention`: a class made with the numbers of the shape by their names, without those of the
+  batch and of devices, but with `group` where several ranks run it (and `tokens` for an `overlapped_mlp`); called with
+  tokens, for a layer of batch, tokens and width, and returning as many.  In 8 or 4 bits modules of Transformer Engine
+  run under the recipe of that type; those of others are taken to quantise by themselves.
+- `ring_attention`: a function like that of `attention`, of the part of the sequence that a rank has, with `group`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -29,14 +36,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from autoplan.base.errors import InputError
 from autoplan.base.units import cleaned
-from autoplan.profiler.operations.adapted_kernels import ADAPTERS, BACKENDS
+from autoplan.profiler.operations.adapted_kernels import ADAPTERS, BACKENDS, quantised
 from autoplan.profiler.operations.inputs import DTYPES, InputFactory, Run, StagedRun, in_turns, num_sets
 from autoplan.profiler.operations.kernels import TINY, expert_sizes, gated, optimizer_step
 from autoplan.profiler.shipped_kernels import COMPILED
-from autoplan.spec.operations import ATTENTIONS, EXPERTS, GIVEN_KERNELS, PRODUCTS, Operation
+from autoplan.spec.operations import (
+    ATTENTIONS,
+    EXPERTS,
+    GIVEN_KERNELS,
+    GROUPED,
+    NARROW_MODULES,
+    PRODUCTS,
+    QUANTISING,
+    SHAPES,
+    Operation,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +73,23 @@ class GivenKernel:
             return "window_size" in signature(self.call).parameters
         return False
 
-    def build(self, operation: Operation, shape: tuple[int, ...], factory: InputFactory) -> Run | StagedRun:
-        """Build a call on the next set of inputs."""
+    def runs(self, operation: Operation, dtype: str) -> bool:
+        """Return whether it is called for an operation in a type: in 8 and 4 bits those that quantise by themselves."""
+        if operation in ("linear", "linear_backward"):
+            return dtype in NARROW_MODULES  # in others it is a product, whose gradients are measured one by one
+        return dtype in DTYPES or (dtype in NARROW_MODULES and operation in QUANTISING)
+
+    def build(
+        self, operation: Operation, shape: tuple[int, ...], factory: InputFactory, group: ProcessGroup | None = None
+    ) -> Run | StagedRun:
+        """Build a call on the next set of inputs, by the ranks of a group where several run it together."""
         if operation == "optimizer":
             return optimizer_step(factory, shape[0], self.call)
-        first, touched_bytes = _MAKERS[operation](self.call, operation, shape, factory)
+        call = self.call if group is None else functools.partial(self.call, group=group)
+        make = _MAKERS.get(operation, _whole)
+        first, touched_bytes = make(call, operation, shape, factory)
         count = num_sets(touched_bytes, factory.device)
-        calls = [first, *(_MAKERS[operation](self.call, operation, shape, factory)[0] for _ in range(count - 1))]
+        calls = [first, *(make(call, operation, shape, factory)[0] for _ in range(count - 1))]
         if self.is_compiled:
             calls = [replace(call, forward=torch.compile(call.forward)) for call in calls]
         if operation in GIVEN_KERNELS:  # the forward pass
@@ -70,21 +98,23 @@ class GivenKernel:
         return StagedRun(prepare=prepare, run=lambda prepared: prepared[0].backward(prepared[1]))
 
 
-def given_kernels(names: Mapping[Operation, str]) -> dict[Operation, GivenKernel]:
-    """Import what was named, by the operations that it serves.
+def given_kernels(names: Mapping[Operation, str], layer_kernels: str = "") -> dict[Operation, GivenKernel]:
+    """Import what was named, by the operations that it serves; names of whole layers begin with `layer_kernels`.
 
     Raises InputError where something cannot be imported.
     """
     found = {operation: _imported(name) for operation, name in names.items()}
+    for operation in found.keys() & {"layer", "moe_layer"}:
+        found[operation] = replace(found[operation], name=f"{layer_kernels}{found[operation].name}")
     return {served: kernel for operation, kernel in found.items() for served in GIVEN_KERNELS[operation]}
 
 
 def check_runs(kernels: Mapping[Operation, GivenKernel], dtype: str, device: torch.device) -> None:
-    """Raise InputError for kernels that do not run here in a type."""
+    """Raise InputError for kernels that do not run here in a type; those of several ranks are not tried."""
     for operation, kernel in kernels.items():
+        if operation in GROUPED:
+            continue
         try:
-            if dtype not in DTYPES:
-                raise InputError(f"kernels of your own are timed in {', '.join(DTYPES)}")
             kernel.build(operation, TINY[operation], InputFactory(device=device, dtype=dtype, kernel=kernel.name))()
             if device.type != "cpu":
                 torch.cuda.synchronize(device)
@@ -143,7 +173,7 @@ class _Graph:
 
     def backward(self, output: Tensor) -> None:
         """Run it."""
-        gradients = torch.autograd.grad(output, self.wanted, self.gradient)
+        gradients = torch.autograd.grad(output, self.wanted, self.gradient, allow_unused=True)
         if self.total is not None:
             self.total.add_(gradients[0])
 
@@ -152,7 +182,10 @@ def _module(call: Callable[..., Any], factory: InputFactory, *sizes: int, **word
     module = call(*sizes, **words)
     if not isinstance(module, nn.Module):
         raise InputError(f"makes a {type(module).__name__}, not a torch.nn.Module")
-    return module.to(device=factory.device, dtype=factory.torch_dtype)
+    module = module.to(device=factory.device)
+    for weight in module.parameters():  # not buffers, which may be complex, or angles that need fp32
+        weight.data = weight.data.to(factory.torch_dtype)
+    return quantised(module, factory.dtype)
 
 
 def _product(
@@ -168,6 +201,15 @@ def _product(
     wanted = weights[:1] if operation == "wgrad" else [x]
     graph = _Graph(lambda: layer(x), wanted, factory.normal(m, n), total)
     return graph, factory.torch_dtype.itemsize * (m * n + n * k + m * k)
+
+
+def _linear(
+    call: Callable[..., Any], operation: Operation, shape: tuple[int, ...], factory: InputFactory
+) -> tuple[_Graph, int]:
+    m, n, k = shape
+    layer, x = _module(call, factory, k, n, bias=False), factory.normal(m, k, grad=True)
+    graph = _Graph(lambda: layer(x), [x, *layer.parameters()], factory.normal(m, n))
+    return graph, factory.torch_dtype.itemsize * (m * n + 2 * n * k + m * k)
 
 
 def _norm(
@@ -202,6 +244,13 @@ def _attention(
     return _Graph(forward, [q, k, v], factory.normal(batch, seq_len, num_heads, value_width)), touched_bytes
 
 
+def _ring(
+    call: Callable[..., Any], operation: Operation, shape: tuple[int, ...], factory: InputFactory
+) -> tuple[_Graph, int]:
+    batch, seq_len, *heads, num_devices, _ = shape
+    return _attention(call, "attention", (batch, seq_len // num_devices, *heads, 0), factory)
+
+
 def _experts(
     call: Callable[..., Any], operation: Operation, shape: tuple[int, ...], factory: InputFactory
 ) -> tuple[_Graph, int]:
@@ -222,9 +271,33 @@ def _experts(
     return graph, touched_bytes
 
 
+_OF_BATCH = ("tokens", "batch", "tp", "num_devices", "devices_per_domain")
+
+
+def _whole(
+    call: Callable[..., Any], operation: Operation, shape: tuple[int, ...], factory: InputFactory
+) -> tuple[_Graph, int]:
+    """Build a module made with the numbers of its shape by their names, and called with tokens."""
+    sizes = dict(zip(SHAPES[operation], shape, strict=True))
+    if sizes.get("tp", 1) > 1:
+        raise InputError("layers that somebody names are timed on one device each")
+    words = {name: size for name, size in sizes.items() if name not in _OF_BATCH}
+    if operation in GIVEN_KERNELS["overlapped_mlp"]:  # has buffers for them; each rank has a slice
+        words["tokens"] = sizes["tokens"]
+        sizes["tokens"] //= sizes["num_devices"]
+    module = _module(call, factory, **words)
+    leading = [sizes[name] for name in ("tokens", "batch", "seq_len") if name in sizes]
+    x = factory.normal(*leading, sizes["hidden_size"], grad=True)
+    weights = list(module.parameters())
+    graph = _Graph(lambda: module(x), [x, *weights], torch.randn_like(x))
+    return graph, 2 * factory.torch_dtype.itemsize * (sum(weight.numel() for weight in weights) + x.numel())
+
+
 _Maker = Callable[[Callable[..., Any], Operation, tuple[int, ...], InputFactory], tuple[_Graph, int]]
 _MAKERS: dict[Operation, _Maker] = {
     **dict.fromkeys(PRODUCTS, _product),
+    **dict.fromkeys((*GIVEN_KERNELS["linear"], *GIVEN_KERNELS["norm_linear"]), _linear),
+    **dict.fromkeys(GIVEN_KERNELS["ring_attention"], _ring),
     **dict.fromkeys(ATTENTIONS, _attention),
     **dict.fromkeys(EXPERTS, _experts),
     **dict.fromkeys(GIVEN_KERNELS["norm"], _norm),

@@ -19,7 +19,16 @@ from torch import Tensor
 
 from autoplan.profiler.operations import attention
 from autoplan.profiler.operations.inputs import InputFactory, Run, in_turns, num_sets
-from autoplan.spec.operations import EXPERTS, HOST_COPIES, NARROW_PRODUCTS, PRODUCTS, Operation
+from autoplan.spec.operations import (
+    EXPERTS,
+    HOST_COPIES,
+    LAYERS,
+    MOE_LAYERS,
+    NARROW_MODULES,
+    NARROW_PRODUCTS,
+    PRODUCTS,
+    Operation,
+)
 from autoplan.trainer.transformer import rotated
 
 _ROPE_BASE = 10_000.0
@@ -30,6 +39,8 @@ _ROWS = 8
 
 def implementation(operation: Operation, dtype: str, device: torch.device) -> str:
     """Name of the implementation of `operation` here, which a record of it keeps.  Blank where it cannot run."""
+    if dtype in NARROW_MODULES and dtype not in NARROW_PRODUCTS:
+        return ""  # how an operand was quantised makes no difference to a product
     if operation in ("gemm", "dgrad"):
         return _first_working(operation, dtype, device, ["scaled_mm"] if dtype in NARROW_PRODUCTS else ["mm"])
     if operation == "wgrad":
@@ -50,7 +61,7 @@ def implementation(operation: Operation, dtype: str, device: torch.device) -> st
 
 def implementation_windowed(operation: Operation, dtype: str, device: torch.device) -> str:
     """Name the `implementation` of attention within a window; blank for other operations."""
-    if operation not in ("attention", "attention_backward") or dtype in NARROW_PRODUCTS:
+    if operation not in ("attention", "attention_backward") or dtype in NARROW_MODULES:
         return ""
     # The flash kernel leaves out what no query of a tile sees; through `sdpa` a window is a mask, and all is computed.
     return _first_working(operation, dtype, device, ["varlen flash", "sdpa mask"], shape=(1, 128, 4, 2, 64, 32))
@@ -67,6 +78,11 @@ TINY: dict[Operation, tuple[int, ...]] = {
     **dict.fromkeys(("norm", "norm_backward", "swiglu", "swiglu_backward", "cross_entropy"), (32, 32)),
     "rope": (32, 2, 64),
     "optimizer": (64,),
+    **dict.fromkeys(("linear", "linear_backward", "norm_linear", "norm_linear_backward"), (128, 128, 128)),
+    **dict.fromkeys(("mlp", "mlp_backward"), (128, 128, 256)),
+    **dict.fromkeys(("routing", "routing_backward"), (64, 32, 4, 2)),
+    **dict.fromkeys(LAYERS[:2], (1, 128, 128, 256, 4, 2, 32, 1)),
+    **dict.fromkeys(MOE_LAYERS[:2], (1, 128, 128, 256, 4, 2, 32, 1, 4, 2)),
     **dict.fromkeys(HOST_COPIES, (64,)),
 }
 

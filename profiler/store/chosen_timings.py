@@ -21,7 +21,7 @@ from autoplan.profiler.store.rows import shape_of
 from autoplan.profiler.store.schema import records
 from autoplan.profiler.store.time_columns import TIMED, Times, read_times, times_of_rows
 from autoplan.spec.measurement import Match, MeasuredTimes, Measurements
-from autoplan.spec.operations import COLLECTIVES, Operation
+from autoplan.spec.operations import COLLECTIVES, TRAINER_UNITS, Operation
 
 _CHOSEN_BY = (*TIMED, *(records.c[name] for name in ("mode", "status", "kernel", "conditions", "host", "work_hash")))
 HOSTS_APART = 1.10  # reported ratio of two hosts' times of one shape; equal devices differ by 5 % (`modelling` C1)
@@ -59,10 +59,11 @@ def choose_timings(
     device: str,
     levels: Mapping[int, Match],
     operations: Collection[Operation] | None,
+    layer_kernels: str = "",
 ) -> ChosenTimings:
     """Select from the records of machines with a device; `levels` rate their similarity to the target machine.
 
-    `operations` narrow the choice.
+    `operations` narrow the choice; of units of a trainer only kernels count whose names begin with `layer_kernels`.
 
     The most similar machine wins, then the steadier mode of measurement.  Of its last `MAX_COMPARED` measurements the
     median counts, as machines have good and bad minutes; of imported ones the newest, then the fastest.  Only settled
@@ -75,6 +76,10 @@ def choose_timings(
     usable = [~is_hidden()]
     if operations is not None:
         usable.append(records.c.operation.in_(list(operations)))
+    if layer_kernels:  # few rows, while the name of the kernel is in no index
+        is_unit = (records.c.fingerprint_id.in_(levels), records.c.operation.in_(sorted(TRAINER_UNITS)))
+        is_other = ~records.c.kernel.startswith(layer_kernels, autoescape=True)
+        usable.append(records.c.id.not_in(select(records.c.id).where(*is_unit, is_other)))
     is_candidate = records.c.status.in_(("ok", *DISTURBED))
     found = read_times(connection, levels, (*usable, is_candidate), unread)
     usable.append(records.c.is_alone)

@@ -239,13 +239,15 @@ class Store:
             number = connection.execute(query).scalar()
         return None if number is None else machines[number]
 
-    def timings(self, target: Fingerprint, *, operations: Collection[Operation] | None = None) -> Measurements:
+    def timings(
+        self, target: Fingerprint, *, operations: Collection[Operation] | None = None, layer_kernels: str = ""
+    ) -> Measurements:
         """Return the measurements for a search on `target`: one per operation, shape and type.
 
         They are selected by `choose_timings`, whose observations are counted here.
         """
         with self._database.reading() as connection:
-            chosen = choose_timings(connection, target.device, self._levels(target), operations)
+            chosen = choose_timings(connection, target.device, self._levels(target), operations, layer_kernels)
         self._unread |= chosen.unread
         self.hosts_apart += chosen.hosts_apart
         return chosen.measurements

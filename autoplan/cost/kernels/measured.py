@@ -18,10 +18,10 @@ from dataclasses import replace
 import numpy as np
 
 from autoplan.base.arrays import Floats, Ints
-from autoplan.cost.kernels.sizes import scales_tiles
+from autoplan.cost.kernels.sizes import scales_by_past, scales_tiles
 from autoplan.cost.passes import Pass
 from autoplan.spec.enums import Precision
-from autoplan.spec.operations import Operation
+from autoplan.spec.operations import QUANTISING, Operation
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 from autoplan.spec.timing import Lookup, TimingTable
@@ -29,10 +29,14 @@ from autoplan.spec.timing import Lookup, TimingTable
 Sizes = Floats | Ints | float
 
 # Data types in which a kernel may have been measured, by precision of the plan, and last for 8 bits with blockwise
-# scales; both 16-bit types are equally fast.
+# scales and for modules with delayed ones; both 16-bit types are equally fast.
 _HALVES = {"bf16": ("bf16", "fp16"), "fp16": ("fp16", "bf16")}
-_MEASURED_IN = (*(_HALVES.get(name, (str(name),)) for name in Precision), ("fp8_block",))
-_TILES = len(Precision)
+_MEASURED_IN = (
+    *(_HALVES.get(name, (str(name),)) for name in Precision),
+    ("fp8_block",),
+    ("fp8_delayed", "fp8"),
+)
+_TILES, _PAST = len(Precision), len(Precision) + 1
 _WIDE = ("bf16", "fp16", "fp32")  # of what depends on the bytes, not on their type
 
 
@@ -50,6 +54,8 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
     columns = np.stack(np.broadcast_arrays(np.zeros(len(batch)), *sizes)[1:], axis=-1)
     lookup = Lookup.refused(columns.shape[:-1])
     types = np.where(scales_tiles(batch), _TILES, batch.precision)
+    if operation in QUANTISING:
+        types = np.where(scales_by_past(batch), _PAST, types)
     for at in np.unique(types):
         rows = np.flatnonzero(types == at)
         shapes = columns[..., rows, :]
@@ -58,6 +64,11 @@ def find_kernels(problem: Problem, batch: PlanBatch, operation: Operation, *size
         lookup.is_exact[..., rows] = found.is_exact.reshape(shapes.shape[:-1])
         lookup.is_disturbed[..., rows] = found.is_disturbed.reshape(shapes.shape[:-1])
     return replace(lookup, source_factors=problem.timings.source_factors).scaled(1 / problem.device_share)
+
+
+def is_measured(problem: Problem, operation: Operation) -> bool:
+    """Return whether an operation was measured at all, of any shape in any type of a plan."""
+    return problem.timings.holds(operation, *(dtype for dtypes in _MEASURED_IN for dtype in dtypes))
 
 
 def host_copy_s(problem: Problem, operation: Operation, num_bytes: Floats, reference_s: Floats) -> Floats:

@@ -2,8 +2,9 @@
 
 Sums of kernel times miss what happens between kernels: launches, allocations, warm caches (`modelling` C8, C9),
 dispatch, hooks and host waits (`closed-loop` 3).  A measured layer rescales the kernels and collectives of its blocks
-by a common factor, so that the order of passes is priced as for any other layer.  Only a framework that runs exactly
-the units of `operations.SHAPES` has such measurements (`TimingTable.is_own`).
+by a common factor, so that the order of passes is priced as for any other layer.  Tables have the layers of the
+framework itself (`Framework.layer_kernels`), and the other units of `operations.SHAPES` only if it runs exactly those
+(`TimingTable.is_own`).
 """
 
 from __future__ import annotations
@@ -231,4 +232,4 @@ def _is_whole(problem: Problem) -> bool:
     is_usual = training.finetuning is None
     is_even = training.document_len is None and training.lengths is None
     is_even = is_even and training.preference is None
-    return problem.timings.is_own and is_usual and is_even
+    return not problem.timings.is_empty and is_usual and is_even

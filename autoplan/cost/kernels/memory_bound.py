@@ -123,7 +123,7 @@ def memory_bound_s(problem: Problem, num_bytes: Floats) -> Floats:
 
 def streams_s(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape, traffic: dict[str, Traffic]) -> Pass:
     """Time of a block's memory-bound kernels, including the start-up times of all its kernels."""
-    cast = _cast_traffic(problem, batch, shape)
+    cast = cast_traffic(problem, batch, shape)
     total = Traffic(
         add_up(moved.forward_bytes for moved in traffic.values()) + cast.forward_bytes,
         add_up(moved.backward_bytes for moved in traffic.values()) + cast.backward_bytes,
@@ -135,7 +135,15 @@ def streams_s(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShap
         for kernels in (KERNELS_FORWARD + looped.forward_bytes, KERNELS_BACKWARD + looped.backward_bytes)
     )
     passes = total.seconds(problem).longer(forward, backward)
-    return passes if problem.timings.is_empty else passes.plus(_measured_beyond_s(problem, batch, block, traffic))
+    if not problem.timings.is_empty:
+        for beyond in measured_beyond_s(problem, batch, block, traffic).values():
+            passes = passes.plus(beyond)
+    return passes
+
+
+def routing_start_s(problem: Problem) -> float:
+    """Return the time of the router's small kernels in a pass, whatever their sizes."""
+    return ROUTING_S * problem.calibration.memory_bound
 
 
 def _looped_kernels(problem: Problem, batch: PlanBatch, block: Block) -> Traffic:
@@ -313,8 +321,8 @@ def _ffn_size(problem: Problem, block: Block) -> int:
     return model.moe.shared_expert_ffn_size if block is Block.MOE and model.moe else model.ffn_size
 
 
-def _measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic: dict[str, Traffic]) -> Pass:
-    """Time of measured memory-bound kernels minus that of their references.
+def measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic: dict[str, Traffic]) -> dict[str, Pass]:
+    """Times of measured memory-bound kernels minus those of their references, by name.
 
     The table has the framework's own kernels, or fused ones, relative to which the framework's take longer by their
     additional traffic.  A measured time includes the kernel's start-up time, of which the backward pass has twice as
@@ -339,22 +347,20 @@ def _measured_beyond_s(problem: Problem, batch: PlanBatch, block: Block, traffic
 
     hidden = float(model.hidden_size)
     heavier = 1.0 if is_own else _norm_traffic(problem)
-    total = beyond(
-        "norm", ("norm", "norm_backward"), (norm_tokens(problem, batch), hidden), model.norms_per_block, heavier
-    )
+    norm_sizes = norm_tokens(problem, batch), hidden
+    found = {"norm": beyond("norm", ("norm", "norm_backward"), norm_sizes, model.norms_per_block, heavier)}
     if model.gated_mlp and "activation" in traffic and _ffn_size(problem, block):
-        total = total.plus(
-            beyond("activation", ("swiglu", "swiglu_backward"), (tokens, _ffn_size(problem, block) / batch.tp))
-        )
+        width = _ffn_size(problem, block) / batch.tp
+        found["activation"] = beyond("activation", ("swiglu", "swiglu_backward"), (tokens, width))
     if "rope" in traffic and model.mla is None:
         rope_s = reference("rope").total_s
         rope = find_kernels(problem, wide, "rope", tokens, _roped_heads(problem, batch), float(model.qk_head_dim))
         half = (rope.scaled(factor).otherwise(rope_s) - rope_s) / 2
-        total = total.plus(Pass(half, half))
-    return total
+        found["rope"] = Pass(half, half)
+    return found
 
 
-def _cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traffic:
+def cast_traffic(problem: Problem, batch: PlanBatch, shape: BlockShape) -> Traffic:
     """Traffic of quantising the inputs of narrow GEMMs; zero for 16-bit plans."""
     is_fp8 = batch.precision == Precision.FP8.code
     moved = np.array([CAST_BYTES.get(precision, 0.0) for precision in Precision])[batch.precision]

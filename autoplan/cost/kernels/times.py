@@ -14,17 +14,17 @@ from autoplan.cost.kernels.adapters import tuned_matrices_s, tuning_traffic
 from autoplan.cost.kernels.attention import attention_s, scan_s
 from autoplan.cost.kernels.cross_entropy import added_per_head_weight, moved_bytes_per_logit, num_pieces
 from autoplan.cost.kernels.linears import BlockShape
-from autoplan.cost.kernels.measured import find_kernels, measured_pass
+from autoplan.cost.kernels.measured import find_kernels
+from autoplan.cost.kernels.measured_modules import with_modules
 from autoplan.cost.kernels.measured_units import head_factor
 from autoplan.cost.kernels.memory_bound import RECURRENT_BLOCKS, memory_bound_s, streams_s, traffic_of
 from autoplan.cost.kernels.products import gemm_rate, products_s
-from autoplan.cost.kernels.sizes import expert_imbalance, head_columns, norm_tokens, rank_tokens
+from autoplan.cost.kernels.sizes import head_columns, rank_tokens
 from autoplan.cost.passes import Pass, SplitPass
 from autoplan.spec.axes import KERNEL_AXES
 from autoplan.spec.blocks import ATTENTION_BLOCKS, Block
 from autoplan.spec.enums import ChunkedLoss, CrossEntropyFusion
 from autoplan.spec.finetuning import HEAD
-from autoplan.spec.operations import EXPERTS
 from autoplan.spec.plan import PlanBatch
 from autoplan.spec.problem import Problem
 
@@ -54,6 +54,10 @@ class KernelTimes(Rows):
             matrix_forward_s={name: forward * value for name, value in self.matrix_forward_s.items()},
         )
 
+    def lasting(self, passes: Pass) -> KernelTimes:
+        """Return the kernels with both passes rescaled to these times."""
+        return self.times(passes.forward_s / self.passes.forward_s, passes.backward_s / self.passes.backward_s)
+
 
 def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> KernelTimes:
     """Kernel time of one block for one micro-batch on one rank; depends only on the `KERNEL_AXES` of a plan."""
@@ -66,13 +70,9 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
         attention = scan_s(problem, batch, block)
     traffic = traffic_of(problem, batch, block) | tuning_traffic(problem, batch, shape)
     memory = streams_s(problem, batch, block, shape, traffic)
-    if block is Block.MOE and problem.model.gated_mlp and not problem.timings.is_empty:
-        activation = traffic["expert_activation"].seconds(problem)
-        longer = _measured_experts(problem, batch, shape, matrices, activation)
-        for linear in shape.linears:
-            if linear.is_expert:
-                matrices[linear.name] = matrices[linear.name].times(*longer)
-        memory = memory.plus(activation.times(longer[0] - 1, longer[1] - 1))
+    if not problem.timings.is_empty:
+        matrices, added = with_modules(problem, batch, block, shape, matrices, traffic)
+        memory = memory.plus(added)
     total = SplitPass(*(add_up(seconds) for seconds in zip(*matrices.values(), strict=True)))
     return KernelTimes(
         gemm=Pass(total.forward_s, total.backward_s),
@@ -81,27 +81,6 @@ def kernel_times(problem: Problem, batch: PlanBatch, block: Block, shape: BlockS
         memory=memory,
         matrix_forward_s={name: products.forward_s for name, products in matrices.items()},
     )
-
-
-def _measured_experts(
-    problem: Problem, batch: PlanBatch, shape: BlockShape, matrices: dict[str, SplitPass], activation: Pass
-) -> tuple[Floats, Floats]:
-    """Return measured (forward, backward) times of routed experts relative to their references.
-
-    Both matrices and the activation between them were measured together.
-    """
-    model, moe = problem.model, problem.model.moe
-    assert moe is not None
-    expert_matrices = [matrices[linear.name] for linear in shape.linears if linear.is_expert]
-    products = SplitPass(*(add_up(seconds) for seconds in zip(*expert_matrices, strict=True)))
-    reference = Pass(products.forward_s, products.backward_s).plus(activation)
-    # All ranks of an expert group contribute tokens; the busiest rank determines the time.
-    tokens = norm_tokens(problem, batch) * batch.ep * batch.etp * expert_imbalance(problem, batch)
-    width = (float(moe.latent_size or model.hidden_size), float(moe.expert_ffn_size))
-    sizes = (tokens, *width, float(moe.experts_per_token), float(moe.num_experts), batch.etp, batch.ep)
-    lookups = [find_kernels(problem, batch, operation, *sizes) for operation in EXPERTS]
-    measured = measured_pass(lookups, reference)
-    return measured.forward_s / reference.forward_s, measured.backward_s / reference.backward_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
