@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -643,6 +644,19 @@ def test_a_search_that_cannot_be_is_one_line(folder: Path, arguments: tuple[str,
 )
 def test_other_bad_input_is_one_line(folder: Path, arguments: tuple[str, ...], says: str) -> None:
     assert_refused(folder, *arguments, says=says)
+
+
+def test_a_plan_is_read_from_a_pipe(searched: Path) -> None:
+    reading, writing = os.pipe()
+
+    def write() -> None:
+        with os.fdopen(writing, "wb") as stream:
+            stream.write((searched / "plan.json").read_bytes())
+
+    threading.Thread(target=write, daemon=True).start()
+    done = run(searched, "explain", f"/dev/fd/{reading}")
+    os.close(reading)
+    assert done.returncode == 0, done.stderr  # a second read would find nothing
 
 
 def test_a_plan_is_written_to_a_name_that_is_no_text(folder: Path) -> None:

@@ -56,7 +56,10 @@ def load_mixed_plan(path: str | Path) -> MixedPlanResult:
 
 def load_plan_file(path: Path) -> PlanFile:
     """The plan file at `path`, of a cluster of equal nodes."""
-    table = read_table(path)
+    return _plan_file(read_table(path), path)
+
+
+def _plan_file(table: dict[str, Any], path: Path) -> PlanFile:
     if "schema_version" not in table:
         remedy = (
             "plans of mixed clusters are not read here"
@@ -73,8 +76,9 @@ def load_mixed_file(path: Path) -> MixedPlanFile:
 
 
 def load_any_plan_file(path: Path) -> PlanFile | MixedPlanFile:
-    """The plan file at `path`, of whatever cluster."""
-    return load_mixed_file(path) if "mixed_schema_version" in read_table(path) else load_plan_file(path)
+    """The plan file at `path`, of whatever cluster; it is read once, as a pipe can be."""
+    table = read_table(path)
+    return decode(MixedPlanFile, table, str(path)) if "mixed_schema_version" in table else _plan_file(table, path)
 
 
 def holds_answer(path: Path, result: PricedPlans | MixedPlanResult) -> bool:

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoplan.api.plan_files import load_mixed_plan, read_plans
+from autoplan.api.plan_files import load_any_plan_file, mixed_problem_of, problem_of, read_plans
 from autoplan.api.results import MixedPlanResult, PricedPlans
-from autoplan.base.files import read_table, write_text
+from autoplan.base.files import write_text
 from autoplan.launch.names import DEFAULT_LAUNCHER
+from autoplan.spec.plan_file import MixedPlanFile
 
 if TYPE_CHECKING:
     from autoplan.api.explain import ExplainResult
@@ -61,4 +62,7 @@ def load_plan(path: str | Path, *, db: str | None = None) -> PlanResult:
 
 def load_any_plan(path: str | Path, *, db: str | None = None) -> PlanResult | MixedPlanResult:
     """Return the plans of a plan file for any cluster."""
-    return load_mixed_plan(path) if "mixed_schema_version" in read_table(Path(path)) else load_plan(path, db=db)
+    file = load_any_plan_file(Path(path))
+    if isinstance(file, MixedPlanFile):
+        return MixedPlanResult(file=file, problem=mixed_problem_of(file))
+    return PlanResult(file=file, problem=problem_of(file, db))
