@@ -406,10 +406,8 @@ def _work(operation: Operation, shape: Sequence[int]) -> tuple[float, float]:
     if "layer" in operation:
         batch, seq_len, hidden_size, ffn_size, heads, kv_heads, head_dim, cut, *_ = shape
         tokens = batch * seq_len
-        sizes = dict(zip(SHAPES[operation], shape, strict=True))
-        weights = hidden_size * (
-            (2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size * sizes.get("experts_per_token", 1)
-        )
+        per_token = dict(zip(SHAPES[operation], shape, strict=True)).get("experts_per_token", 1)
+        weights = hidden_size * ((2 * heads + 2 * kv_heads) * head_dim + 3 * ffn_size * per_token)
         passes = 1.0 if operation in (LAYERS[0], *LAYER_HALVES, MOE_LAYERS[0], *MOE_LAYER_HALVES) else 2.0
         if operation in (*SHARED_LAYERS, LAYERS[-1], *SHARED_MOE_LAYERS, MOE_LAYERS[-1]):
             passes = 3.0

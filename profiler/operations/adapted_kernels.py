@@ -153,7 +153,7 @@ class _Exchange(nn.Module):
         """Return the sums of the copies of each token."""
         if self.chosen is None:  # balanced, the same in every call
             scores = torch.rand(len(x), self.num_experts, device=x.device)
-            self.chosen = scores.topk(self.experts_per_token)[::-1]  # type: ignore[assignment]
+            self.chosen = scores.topk(self.experts_per_token)[::-1]
         assert self.chosen is not None
         experts, weights = self.chosen
         per_rank, per_node, per_expert, is_in_rank, _ = self.buffer.get_dispatch_layout(experts, self.num_experts)
@@ -282,7 +282,7 @@ def _megatron_layer(core: Any) -> Callable[..., nn.Module]:
             # Masks of Transformer Engine are causal by themselves; tokens come first.
             own = None if x.is_cuda else mask
             output = layer(x.transpose(0, 1), attention_mask=own, rotary_pos_emb=angles.to(x.device))[0]
-            return output.transpose(0, 1)  # type: ignore[no-any-return]
+            return output.transpose(0, 1)
 
         return _Layer(layer, call)
 
@@ -295,7 +295,7 @@ def _transformer_engine_ring(core: Any) -> Callable[..., Tensor]:
 
     @functools.cache
     def made(group: Any, num_heads: int, num_kv_heads: int, width: int) -> nn.Module:
-        streams.append(torch.cuda.Stream())
+        streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
         module = core(num_heads, width, num_gqa_groups=num_kv_heads, qkv_format="bshd", attn_mask_type="causal")
         module.set_context_parallel_group(group, dist.get_process_group_ranks(group), streams[-1], "p2p")
         assert isinstance(module, nn.Module)

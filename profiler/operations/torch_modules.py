@@ -49,7 +49,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         kernel = _ON_CPU_BACKWARD if gradient.device.type == "cpu" else _FLASH_BACKWARD
         q, k, v, output, sums = ctx.saved_tensors
         inputs = {"query": q, "key": k, "value": v, "out": output, "logsumexp": sums}

@@ -106,6 +106,8 @@ def _cast(matrix: str) -> str:
 def _modules(problem: Problem, batch: PlanBatch, block: Block, shape: BlockShape) -> Iterator[_Module]:
     """Yield the modules that a block may run."""
     model, moe, everywhere = problem.model, problem.model.moe, np.full(len(batch), fill_value=True)
+    sizes: tuple[Sizes, ...]
+    names: tuple[str, ...]
     hidden, tokens = float(model.hidden_size), rank_tokens(problem, batch)
     whole = [
         linear
