@@ -106,7 +106,7 @@ class Guard:
             raise Forbidden(f"{event} {arguments!r:.200}")
 
     def _is_inside(self, path: str) -> bool:
-        """Whether a path leads into the folder of scratch files, or to a device."""
+        """Return whether a path leads into the folder of scratch files, or to a device."""
         place = os.path.realpath(path.removeprefix("file:").partition("?")[0])
         return place.startswith((self.scratch, "/dev/", "/proc/")) or path == ":memory:"
 

@@ -1,4 +1,4 @@
-"""Worker processes on this machine, which join a shared search and exit when it is complete, or with the first one."""
+"""Worker processes on this machine, which join a shared search and exit with it, or with the first worker."""
 
 from __future__ import annotations
 

@@ -14,9 +14,12 @@ import yaml
 import autoplan
 from autoplan.base.errors import InputError
 from autoplan.frameworks.automodel.read import read, recognises
+from autoplan.frameworks.automodel.rules import BOOK
 from autoplan.frameworks.common.launch import Launch, LaunchContext
+from autoplan.frameworks.common.rules import broken
 from autoplan.launch.targets import exported
 from autoplan.spec.plan_file import PlanFile
+from autoplan.spec.workload import Workload
 from framework_parsers import ask
 from read_back import check_price, matters
 
@@ -201,6 +204,8 @@ def test_tokens_go_by_the_dispatcher_of_the_backend(word: str | None, dispatcher
     backend = {"backend": {"rms_norm": "te", "dispatcher": word}} if word else {}
     launch = of(distributed={"ep_size": 8}, model=backend)
     assert launch.plan.dispatcher == dispatcher
+    workload = Workload(model=launch.model, training=launch.training, num_devices=16)
+    assert not broken(BOOK.rules, workload, launch.plan)
     assert matters(launch) == ({"model.backend.dispatcher"} if word == "torch" else set())
 
 
@@ -355,7 +360,7 @@ def test_samples_become_sequences_as_they_were_priced(batching: str) -> None:
         ),
         ("gemma2-9b", {"tp": 2, "sharding": "zero3"}, {}, "tp 2 of gemma2-9b: it splits Llama"),
         ("gpt-oss-20b", {"pp": 2, "sharding": "zero3"}, {}, "pp 2 and cp 1 of gpt-oss-20b"),
-        (EXPERTS, {"ep": 8, "sharding": "zero3"}, {}, "dispatcher 'alltoall': its own dispatcher gathers all tokens"),
+        (EXPERTS, {"ep": 8, "sharding": "zero3"}, {}, "dispatcher 'alltoall': it has none, use allgather"),
         (EXPERTS, {"sharding": "zero3"}, {"precision": "fp8"}, "precision 'fp8' of experts"),
         (DENSE, {"sharding": "zero3"}, {"precision": "mxfp8", "cluster": "b200:2x8"}, "precision 'mxfp8'"),
         (DENSE, {"pp": 2, "schedule": "zb-h1", "sharding": "zero3"}, {}, "schedule 'zb-h1': use 1f1b"),

@@ -39,8 +39,8 @@ def combined(p: int, v: int, m: int) -> list[list[Action]]:
         forwards = [("F", i, chunk * p + rank) for i, chunk in turns]
         backwards = [("B", i, (v - 1 - chunk) * p + rank) for i, chunk in turns]
         together: list[Action] = [*zip(forwards[warmup:], backwards, strict=False)]
-        alone: list[Action] = [(one,) for one in forwards[:warmup]]
-        ranks.append([*alone, *together, *((one,) for one in backwards[len(together) :])])
+        alone: list[Action] = [(forward,) for forward in forwards[:warmup]]
+        ranks.append([*alone, *together, *((backward,) for backward in backwards[len(together) :])])
     return ranks
 
 

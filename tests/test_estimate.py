@@ -737,13 +737,13 @@ def test_lower_efficiency_of_every_component_never_speeds_a_step_up(
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from(Sharding), st.integers(1, 6))
 def test_doubling_the_global_batch_doubles_the_work_of_one_stage(tp: int, dp: int, sharding: Any, m: int) -> None:
     once = ParallelPlan(global_batch=m * dp, tp=tp, sp=tp > 1, dp_shard=dp, sharding=sharding)
-    once_terms, two = (
+    once_terms, twice_terms = (
         terms_of(problem_of(), plan) for plan in (once, dataclasses.replace(once, global_batch=2 * m * dp))
     )
     for name in (*BLOCK_TERMS, "head"):
-        assert two[name] == pytest.approx(2 * once_terms[name])
+        assert twice_terms[name] == pytest.approx(2 * once_terms[name])
     for name in ("data_parallel_reduce", "optimizer", "parameter_gather", "overhead"):
-        assert two[name] == once_terms[name]
+        assert twice_terms[name] == once_terms[name]
 
 
 @given(cases())
@@ -758,8 +758,8 @@ def test_every_further_microbatch_of_a_pipeline_costs_the_slowest_stage_at_most(
     sequences = plan.micro_batch * plan.dp
     many = dataclasses.replace(plan, global_batch=sequences * 8 * plan.pp)
     more = dataclasses.replace(plan, global_batch=sequences * 9 * plan.pp)
-    terms, two = (terms_of(problem, each) for each in (many, more))
-    changes = {name: two[name] - terms[name] for name in two if name not in ("pipeline_send", "stragglers")}
+    terms, more_terms = (terms_of(problem, each) for each in (many, more))
+    changes = {name: more_terms[name] - terms[name] for name in terms if name not in ("pipeline_send", "stragglers")}
     growth = sum(changes.values())
     gpipe_most = max(s.forward_s for s in stages) + max(s.backward_s for s in stages)
     assert growth <= plan.pp * (gpipe_most if plan.schedule == "gpipe" else slowest) * (1 + 1e-9)

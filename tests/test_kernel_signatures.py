@@ -114,8 +114,8 @@ def test_recipes_and_modules_in_8_bits(library: ModuleType) -> None:
     class Module(nn.Module):
         def forward(self, x: torch.Tensor, *others: Any, **words: Any) -> torch.Tensor:
             taken = forward[2:] if others else forward[:2]
-            for one in taken:
-                one(self, x, *others, **words)
+            for check in taken:
+                check(self, x, *others, **words)
             return x
 
     Module.__module__ = f"{ENGINE}.module.linear"

@@ -112,8 +112,8 @@ def test_of_a_script_that_starts_what_another_file_describes_that_file_is_named(
     file = plan_file(folder / "old.json")
     plan = ParallelPlan(global_batch=16, dp_shard=8, sharding="zero1")
     file = replace(file, framework=load_framework("nanotron"), best=replace(file.best, plan=plan))
-    for file_out in exported(file, "nanotron", "slurm"):
-        (tmp_path / file_out.name).write_text(file_out.text)
+    for written in exported(file, "nanotron", "slurm"):
+        (tmp_path / written.name).write_text(written.text)
     described, inner, script = (tmp_path / name for name in ("nanotron.yaml", "launch.sh", "launch.sbatch"))
     assert read_launch(described, COMPLETE).plan == plan
     with pytest.raises(

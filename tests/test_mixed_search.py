@@ -263,7 +263,7 @@ def test_one_boundary_crosses_between_two_regions() -> None:
         problem = problem_of(*parts, model=model, between=BetweenSpec(bandwidth_bytes_per_s=bandwidth, latency_s=0.03))
         best = check(problem, search_mixed(problem, 64, forbid=["offload"]), 64)
         (kind,) = best.plan.kinds  # no reduction crosses: all replicas are alike, with every stage on one part
-        assert sum(stage.part != two.part for stage, two in itertools.pairwise(kind.stages)) == 1
+        assert sum(stage.part != following.part for stage, following in itertools.pairwise(kind.stages)) == 1
         assert started_plan(problem, best.plan, unequal_tp=True).node_parts in ((0, 1), (1, 0))
         plans.append(best)
         if bandwidth == 1.25e8:

@@ -48,21 +48,21 @@ def test_sizes_of_a_range_divide_well() -> None:
     assert size_grid(5, 5) == (5,)
 
 
-@pytest.mark.parametrize("name", [name for name, row in OBJECTIVES.items() if row.measure == "time"])
+@pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.measure == "time"])
 def test_the_size_is_the_one_that_searching_all_of_them_gives(name: str) -> None:
     found = chosen(name)
-    costs = {size: costs_of([OBJECTIVES[name]], row)[0] for size, row in fastest().items()}
+    costs = {size: costs_of([OBJECTIVES[name]], size_figures)[0] for size, size_figures in fastest().items()}
     best = min(costs, key=lambda size: costs[size])
     assert found.report.best.num_nodes == best
     assert found.problem.cluster.num_nodes == best
     assert costs_of([OBJECTIVES[name]], found.report.best.figures)[0] == pytest.approx(costs[best], rel=1e-12)
     assert found.plans[0] == found.report.best.plan == search(*made(best)).ranked[0]
     assert [size.num_nodes for size in found.report.sizes] == list(SIZES)
-    for row in found.report.sizes:
-        assert row.least is not None
-        assert costs_of([OBJECTIVES[name]], row.least)[0] <= costs[row.num_nodes] * (1 + 1e-9)
-        if row.best is None:
-            assert costs_of([OBJECTIVES[name]], row.least)[0] >= costs[best] * (1 - 1e-9)
+    for size in found.report.sizes:
+        assert size.least is not None
+        assert costs_of([OBJECTIVES[name]], size.least)[0] <= costs[size.num_nodes] * (1 + 1e-9)
+        if size.best is None:
+            assert costs_of([OBJECTIVES[name]], size.least)[0] >= costs[best] * (1 - 1e-9)
 
 
 def test_objectives_differ_in_the_size_that_they_choose() -> None:
@@ -73,7 +73,7 @@ def test_objectives_differ_in_the_size_that_they_choose() -> None:
 
 
 def test_fewest_devices_for_a_deadline() -> None:
-    times = {size: nodes.run_s or 0.0 for size, nodes in fastest().items()}
+    times = {size: size_figures.run_s or 0.0 for size, size_figures in fastest().items()}
     for size in SIZES:
         run = replace(RUN, device_hours=None, deadline_s=times[size] * 1.0001)
         enough = min(nodes for nodes in SIZES if times[nodes] <= run.deadline_s)
@@ -83,8 +83,8 @@ def test_fewest_devices_for_a_deadline() -> None:
 
 
 def test_the_fastest_size_within_a_budget() -> None:
-    hours = {size: nodes.device_hours or 0.0 for size, nodes in fastest().items()}
-    times = {size: nodes.run_s or 0.0 for size, nodes in fastest().items()}
+    hours = {size: size_figures.device_hours or 0.0 for size, size_figures in fastest().items()}
+    times = {size: size_figures.run_s or 0.0 for size, size_figures in fastest().items()}
     for size in SIZES:
         run = replace(RUN, device_hours=hours[size] * 1.0001)
         within = [nodes for nodes in SIZES if hours[nodes] <= run.device_hours]

@@ -344,8 +344,8 @@ def next_round(results: list[BlockResult]) -> tuple[Block, ...]:
 
 
 def outcome(block: Block) -> BlockOutcome:
-    outcome = CellOutcome(value=1.0, constraints={"memory": -1.0}, attributes={})
-    return BlockOutcome(findings=str(block.cells), cells=dict.fromkeys(block.cells, outcome))
+    cell = CellOutcome(value=1.0, constraints={"memory": -1.0}, attributes={})
+    return BlockOutcome(findings=str(block.cells), cells=dict.fromkeys(block.cells, cell))
 
 
 def ledger_on(storage: optuna.storages.BaseStorage, space: Space, **more: float) -> Ledger:

@@ -269,9 +269,7 @@ LIMITS = (
     Rule(
         source="components/models/common/utils.py:305",
         holds=lambda s, b: (b.ep == 1) | (b.dispatcher != Dispatcher.ALL_TO_ALL.code),
-        text=lambda s, p: (
-            f"ep {p.ep} with dispatcher {p.dispatcher!r}: its own dispatcher gathers all tokens, use deepep or hybridep"
-        ),
+        text=lambda s, p: f"ep {p.ep} with dispatcher {p.dispatcher!r}: it has none, use allgather, deepep or hybridep",
     ),
     Rule(
         source="components/quantization/fp8.py",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoplan.frameworks.common.rules import Rule, SupportedWords
+from autoplan.frameworks.common.rules import Rule
 from autoplan.frameworks.torchtitan import rules as torchtitan
 from autoplan.spec.axes import offered
 from autoplan.spec.enums import MainWeights, ReduceType, Sharding
@@ -23,10 +23,5 @@ COPIES_HAVE_ONE_TYPE = Rule(
         "in the type of the weights: use main_weights bf16 and reduce_dtype usual, or shard them (zero2, zero3)"
     ),
 )
-# Its own dispatcher gathers all tokens too, but reduces all outputs in 32 bits (components/moe/experts.py:500), which
-# is not priced.
-SUPPORTED = SupportedWords(
-    axis="dispatcher", words=("alltoall", "deepep", "hybridep"), source="components/moe/experts.py:500"
-)
-RULES = (*torchtitan.rules_offering(*EXTRAS), SUPPORTED.rule(), COPIES_HAVE_ONE_TYPE)
-BOOK = replace(torchtitan.BOOK, rules=RULES, extras=EXTRAS, supported=(*torchtitan.BOOK.supported, SUPPORTED))
+RULES = (*torchtitan.rules_offering(*EXTRAS), COPIES_HAVE_ONE_TYPE)
+BOOK = replace(torchtitan.BOOK, rules=RULES, extras=EXTRAS)

@@ -55,7 +55,7 @@ _BENCHMARKS = {
     "apply_rope_fusion": True,
 }
 _LATENT = {"cross_entropy_fusion_impl": "te", "apply_rope_fusion": False}  # models/deepseek, models/kimi
-_SHORT = {
+_SHORT = {  # words of commands and of functions that make recipes, as those of recipes/nemotronh
     "tp": "model.tensor_model_parallel_size",
     "pp": "model.pipeline_model_parallel_size",
     "cp": "model.context_parallel_size",
@@ -70,6 +70,12 @@ _SHORT = {
     "micro_batch_size": "train.micro_batch_size",
     "seq_length": "dataset.seq_length",
     "max_steps": "train.train_iters",
+    "tensor_parallelism": "model.tensor_model_parallel_size",
+    "pipeline_parallelism": "model.pipeline_model_parallel_size",
+    "context_parallelism": "model.context_parallel_size",
+    "expert_model_parallelism": "model.expert_model_parallel_size",
+    "expert_tensor_parallelism": "model.expert_tensor_parallel_size",
+    "sequence_parallelism": "model.sequence_parallel",
 } | {
     name: f"model.{name}"
     for name in (
@@ -82,11 +88,6 @@ _SHORT = {
         "expert_tensor_parallel_size",
     )
 }
-# Degrees as functions of recipes call them too (recipes/nemotronh).
-_SHORT |= {
-    f"{name}_parallelism": f"model.{name}_{'model_' * (name in ('tensor', 'pipeline'))}parallel_size"
-    for name in ("tensor", "pipeline", "context", "expert_model", "expert_tensor")
-} | {"sequence_parallelism": "model.sequence_parallel"}
 # Registered precisions by the parts of their names (training/mixed_precision.py).
 _PRECISIONS = (
     ("mxfp8", {"fp8": "e4m3", "fp8_recipe": "mxfp8"}),
