@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import math
 import subprocess
 import sys
@@ -46,7 +47,7 @@ from interval_fit import (
     source_left_out,
     steps_of,
 )
-from measured_runs import RUNS, SHARED
+from measured_runs import RUNS, SHARED, source_of
 from reports import existing, make_parser, write_report
 
 import autoplan
@@ -77,16 +78,20 @@ def main() -> None:
     options = parser.parse_args()
     runs = list(read_runs(options.runs))
     blind_runs = list(read_runs(BLIND))
-    blind = read_cases(BLIND, blind_runs) + read_cases(FINETUNED, list(read_runs(FINETUNED)))
-    # Runs whose first errors were not worked out yet stay unseen.
+    tuned_runs = list(read_runs(FINETUNED))
+    blind = read_cases(BLIND, blind_runs) + read_cases(FINETUNED, tuned_runs)
+    # Runs that no prediction was made of when they were found are not counted: first errors are all that is blind.
     first_predicted = [replace(case, is_blind=True) for case in blind if case.first_error is not None]
+    uncounted = {case.run.id for case in blind if case.first_error is None}
     cases = read_cases(options.runs, runs) + first_predicted
     if options.ship:
         ship(cases)
         return
     scoring = Scoring(options.runs, options.scorer, runs)
-    blind_scoring = Scoring(BLIND, options.scorer, blind_runs)
-    tuned_scoring = Scoring(FINETUNED, options.scorer, list(read_runs(FINETUNED)))
+    blind_scoring, tuned_scoring = (
+        Scoring(path, options.scorer, [run for run in table if run.id not in uncounted])
+        for path, table in ((BLIND, blind_runs), (FINETUNED, tuned_runs))
+    )
     text = io.StringIO()
     with contextlib.redirect_stdout(_Both(sys.stdout, text)):
         start = time.perf_counter()
@@ -248,16 +253,17 @@ class Scoring:
 
     def with_steps(self, steps: Steps, sources: Sequence[str] = ()) -> str:
         """The score with other steps, where there are some; of these sources alone if any are named."""
+        counted = [not sources or source_of(run) in sources for run in self._table]
         return self._score(
-            [_with_step(prediction, steps.get(prediction.id)) for prediction in self._as_shipped], sources
+            [_with_step(made, steps.get(made.id)) for made in itertools.compress(self._as_shipped, counted)]
         )
 
-    def _score(self, predictions: Sequence[Prediction], sources: Sequence[str] = ()) -> str:
+    def _score(self, predictions: Sequence[Prediction]) -> str:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "predictions.csv"
             write_text(path, prediction_table(predictions), force=True)
-            command = [sys.executable, str(self._scorer), str(self._runs), str(path)]
-            command += ["--source", *(f"{source}-" for source in sources)] if sources else []
+            command = [sys.executable, str(self._scorer), str(self._runs), str(path), "--source"]
+            command += [prediction.id for prediction in predictions]  # it takes the beginnings of identifiers
             return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
@@ -284,7 +290,8 @@ def show_blind(cases: Sequence[Case], scoring: Scoring, tuned: Scoring) -> None:
     sources = sorted({case.source for case in blind})
     first: Steps = {}
     for case in blind:
-        first_s = case.measured.step_s * math.exp(-(case.first_error or 0.0))
+        assert case.first_error is not None
+        first_s = case.measured.step_s * math.exp(-case.first_error)
         first[case.run.id] = replace(unseen[case.run.id], step_s=first_s)
     print(f"Blind runs as first predicted\n\n{scoring.with_steps(first, sources)}")
     print(f"Blind runs as predicted now\n\n{scoring.with_steps(unseen, sources)}")
