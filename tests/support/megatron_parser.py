@@ -45,7 +45,7 @@ STOOD_IN = (
     "megatron.energon",
     "nvtx",
     "nvdlfw_inspect",
-    "transformers.modeling_attn_mask_utils",  # which transformers 5.13 lacks
+    "transformers.modeling_attn_mask_utils",  # which transformers 5.24 lacks
 )
 
 
