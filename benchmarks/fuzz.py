@@ -96,8 +96,9 @@ class Guard:
             if self.is_strict and (writes or not str(path).startswith(OWN)):
                 raise Forbidden(f"opened {path!r} ({mode or flags})")
         if not self.is_strict:
-            if writes and not isinstance(arguments[0], int) and not self._is_inside(os.fsdecode(arguments[0])):
-                raise Forbidden(f"{event} of {arguments[0]!r}, outside of the folder that it runs in")
+            for path in arguments[: 2 if event == "os.rename" else 1] if writes else ():
+                if not isinstance(path, int) and not self._is_inside(os.fsdecode(path)):
+                    raise Forbidden(f"{event} of {path!r}, outside of the folder that it runs in")
         elif event == "exec":
             name = getattr(arguments[0], "co_filename", "")
             if name.startswith("<") and sys._getframe(1).f_globals.get("__name__") not in ANNOTATES:

@@ -41,7 +41,9 @@ for name, sin in sins.items():
     except fuzz.Forbidden:
         continue
     sys.exit(f"{name} was not seen")
-for name, sin in (("a file", sins["a file"]), ("a folder", sins["a folder"])):
+os.mkdir("inside")
+moves = {"a file that is moved": lambda: os.rename("inside", "pwned")}
+for name, sin in {"a file": sins["a file"], "a folder": sins["a folder"], **moves}.items():
     try:
         with guard.watching(is_strict=False):
             sin()
@@ -69,4 +71,4 @@ def test_the_benchmark_sees_what_a_reader_must_not_do(tmp_path: Path) -> None:
         words, capture_output=True, text=True, check=False, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}
     )
     assert (result.returncode, result.stderr) == (0, "")
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["inside"]
