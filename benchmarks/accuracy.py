@@ -47,7 +47,7 @@ from interval_fit import (
     source_left_out,
     steps_of,
 )
-from measured_runs import RUNS, SHARED, source_of
+from measured_runs import RUNS, SHARED, source_of, with_answers
 from reports import existing, make_parser, write_report
 
 import autoplan
@@ -80,16 +80,21 @@ def main() -> None:
     blind_runs = list(read_runs(BLIND))
     tuned_runs = list(read_runs(FINETUNED))
     blind = read_cases(BLIND, blind_runs) + read_cases(FINETUNED, tuned_runs)
-    # Runs that no prediction was made of when they were found are not counted: first errors are all that is blind.
+    # Runs whose first errors were not worked out yet stay unseen.
     first_predicted = [replace(case, is_blind=True) for case in blind if case.first_error is not None]
-    uncounted = {case.run.id for case in blind if case.first_error is None}
     cases = read_cases(options.runs, runs) + first_predicted
     if options.ship:
         ship(cases)
         return
     scoring = Scoring(options.runs, options.scorer, runs)
+    # A finished run that was refused when it was found has no first prediction, and is not counted.
+    predicted = {case.run.id for case in first_predicted}
     blind_scoring, tuned_scoring = (
-        Scoring(path, options.scorer, [run for run in table if run.id not in uncounted])
+        Scoring(
+            path,
+            options.scorer,
+            [run for run, row in with_answers(path, table) if run.id in predicted or not row["step_time_s"]],
+        )
         for path, table in ((BLIND, blind_runs), (FINETUNED, tuned_runs))
     )
     text = io.StringIO()
