@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from autoplan.cost.memory.activations import block_bytes, layer_parts
@@ -112,4 +111,3 @@ def test_zero2_of_fsdp_keeps_shards_and_16_bit_copies() -> None:
     whole, copied, sharded = (plans[name].terms["weights"][0, 0] for name in ("none", "zero2", "zero3"))
     assert sharded == pytest.approx(whole / 8)
     assert copied == pytest.approx(whole / 8 + whole / 2)
-    assert np.isfinite(copied)
