@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,7 +21,7 @@ from autoplan.api.problem import load_framework
 from autoplan.api.profiling import ProfileOptions, _named_kernels, profile
 from autoplan.base.errors import InputError
 from autoplan.base.processes import CrewError
-from autoplan.profiler.operations.adapted_kernels import ADAPTERS
+from autoplan.profiler.operations.adapted_kernels import ADAPTERS, RECIPES, Layer, quantised
 from autoplan.profiler.operations.given_kernels import GivenKernel, check_runs, given_kernels
 from autoplan.profiler.operations.inputs import InputFactory, StagedRun
 from autoplan.profiler.operations.kernels import _experts
@@ -247,6 +250,8 @@ def test_torchtitan_itself() -> None:
     kernels = given_kernels(SHIPPED["torchtitan"])
     assert {*kernels} == {"attention", "attention_backward", "experts", "experts_backward"}
     check_runs(kernels, "bf16", CPU)
+    with pytest.raises(InputError, match="does not run experts in fp8 here: its library quantises it in another way"):
+        check_runs({"experts": kernels["experts"]}, "fp8", CPU)
 
 
 def test_a_changed_file_is_another_kernel_and_a_library_says_its_version(mine: Path) -> None:
@@ -287,6 +292,38 @@ def test_only_modules_that_quantise_run_in_types_with_scales(mine: Path) -> None
     check_runs({"linear": linear, "linear_backward": linear}, "fp8_delayed", CPU)
 
 
+def test_layers_of_transformer_engine_run_whole_under_its_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, recipes = ModuleType("transformer_engine.pytorch"), ModuleType("transformer_engine.common.recipe")
+    entered: list[dict[str, Any]] = []
+
+    @contextmanager
+    def autocast(**words: Any) -> Iterator[None]:
+        entered.append(words)
+        yield
+        entered.pop()
+
+    for name in RECIPES.values():
+        setattr(recipes, name, lambda name=name, **words: (name, words))
+    engine.autocast = autocast  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, engine.__name__, engine)
+    monkeypatch.setitem(sys.modules, recipes.__name__, recipes)
+    seen: list[dict[str, Any]] = []
+
+    def call(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        seen.extend(entered)
+        return x
+
+    layer, x = Layer(torch.nn.Identity(), call, runs_narrow=True), torch.ones(2)
+    assert quantised(layer, "bf16") is layer
+    for dtype in ("fp8", "fp8_delayed"):
+        quantised(layer, dtype)(x)
+    # Scales that wait for other ranks would let a rank that measures longer wait for ever.
+    recipes_seen = [("Float8CurrentScaling", {}), ("DelayedScaling", {"reduce_amax": False})]
+    assert seen == [{"enabled": True, "recipe": recipe} for recipe in recipes_seen]
+    with pytest.raises(InputError, match="quantises it in another way: name it with --dtypes bf16"):
+        quantised(Layer(torch.nn.Identity(), call), "fp8")
+
+
 LAYER = (2, 16, 32, 48, 4, 2, 8, 1)
 
 
@@ -311,6 +348,8 @@ def test_a_layer_of_torchtitan_itself() -> None:
     assert ran(kernel, "layer", LAYER, "bf16").shape == (2, 16, 32)
     with pytest.raises(InputError, match="on one device"):
         ran(kernel, "layer", (*LAYER[:-1], 2))
+    with pytest.raises(InputError, match="quantises it in another way"):
+        ran(kernel, "layer", LAYER, "fp8")
 
 
 @pytest.mark.filterwarnings("ignore")  # of Megatron-Core, which misses Apex and Transformer Engine

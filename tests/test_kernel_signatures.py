@@ -66,6 +66,8 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     for node in source.body:
         if isinstance(node, ast.ClassDef):
             setattr(recipes, node.name, SimpleNamespace)
+            names = [field.target.id for field in node.body if isinstance(field, ast.AnnAssign)]  # type: ignore[union-attr]
+            assert node.name != "DelayedScaling" or "reduce_amax" in names
     for name, stand_in in (
         (ENGINE, module),
         (f"{ENGINE}.router", router),

@@ -61,6 +61,8 @@ def _torchtitan_attention(core: Any) -> Callable[..., Tensor]:
 class WholeExperts(nn.Module):
     """All products of experts and what is between them, in one module; called like a grouped product."""
 
+    runs_narrow = False  # torchtitan quantises experts by another module
+
     def __init__(self, experts: nn.Module) -> None:
         super().__init__()
         self.experts = experts
@@ -174,12 +176,17 @@ def _deep_ep_exchange(buffer: Any) -> Callable[..., nn.Module]:
     return functools.partial(_Exchange, buffer)
 
 
-class _Layer(nn.Module):
-    """Layer of a framework as a function of batch, tokens and width."""
+class Layer(nn.Module):
+    """Layer of a framework as a function of batch, tokens and width.
 
-    def __init__(self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    `runs_narrow` says that a recipe of Transformer Engine is all that it takes to run it in 8 or 4 bits.
+    """
+
+    def __init__(
+        self, layer: nn.Module, call: Callable[[nn.Module, Tensor], Tensor], *, runs_narrow: bool = False
+    ) -> None:
         super().__init__()
-        self.layer, self._call = layer, call
+        self.layer, self._call, self.runs_narrow = layer, call, runs_narrow
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output."""
@@ -223,7 +230,7 @@ def _torchtitan_layer(core: Any) -> Callable[..., nn.Module]:
             output: Tensor = layer(x, masks)
             return output
 
-        return _Layer(layer, call)
+        return Layer(layer, call)
 
     return make
 
@@ -284,7 +291,8 @@ def _megatron_layer(core: Any) -> Callable[..., nn.Module]:
             output = layer(x.transpose(0, 1), attention_mask=own, rotary_pos_emb=angles.to(x.device))[0]
             return output.transpose(0, 1)
 
-        return _Layer(layer, call)
+        # In 8 bits its experts pad what they multiply, which a recipe alone does not tell them to.
+        return Layer(layer, call, runs_narrow=torch.cuda.is_available() and not num_experts)
 
     return make
 
@@ -320,28 +328,40 @@ RECIPES = {
 
 
 class _Quantised(nn.Module):
-    """Module of Transformer Engine in 8 or 4 bits, in a micro-batch that finds its weights quantised."""
+    """Module of Transformer Engine, or layer of them, in 8 or 4 bits; later calls find the weights quantised."""
 
     def __init__(self, module: nn.Module, dtype: str) -> None:
         super().__init__()
         engine, recipes = map(
             importlib.import_module, ("transformer_engine.pytorch", "transformer_engine.common.recipe")
         )
+        # Ranks run it as often as each needs to, so that none may wait for the largest numbers of the others.
+        words = {"reduce_amax": False} if dtype == "fp8_delayed" else {}
+        recipe = getattr(recipes, RECIPES[dtype])(**words)
         self.module, self._is_first = module, True
-        self._narrow = functools.partial(engine.autocast, enabled=True, recipe=getattr(recipes, RECIPES[dtype])())
+        self._narrow = functools.partial(engine.autocast, enabled=True, recipe=recipe)
 
     def forward(self, x: Tensor, *others: Any) -> Tensor:
         """Return the output in 16 bits."""
+        # Layers of Megatron-Core keep track of the first micro-batch themselves.
+        words = {} if isinstance(self.module, Layer) else {"is_first_microbatch": self._is_first}
         with self._narrow():
-            output: Tensor = self.module(x, *others, is_first_microbatch=self._is_first)
+            output: Tensor = self.module(x, *others, **words)
         self._is_first = False
         return output
 
 
 def quantised(module: nn.Module, dtype: str) -> nn.Module:
-    """Return a module as it is, or, if it is Transformer Engine's, under the recipe of a type."""
+    """Return a module as it runs in a type: Transformer Engine's under its recipe for 8 and 4 bits, others as they are.
+
+    Raises InputError for modules that their library runs in another way in that type.
+    """
+    if dtype not in RECIPES:
+        return module
+    if not getattr(module, "runs_narrow", True):
+        raise InputError("its library quantises it in another way: name it with --dtypes bf16")
     is_engine = type(module).__module__.startswith("transformer_engine")
-    return _Quantised(module, dtype) if dtype in RECIPES and is_engine else module
+    return _Quantised(module, dtype) if is_engine or isinstance(module, Layer) else module
 
 
 ADAPTERS: dict[str, Adapter] = {

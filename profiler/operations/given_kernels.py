@@ -14,8 +14,9 @@ called, with numbers in the type of the plan:
 - `linear`, `norm_linear`: a class like `torch.nn.Linear`, that of the latter with an RMSNorm before the matrix.
 - all others but `ring_attention`: a class made with the numbers of the shape by their names, without those of the
   batch and of devices, but with `group` where several ranks run it (and `tokens` for an `overlapped_mlp`); called with
-  tokens, for a layer of batch, tokens and width, and returning as many.  In 8 or 4 bits modules of Transformer Engine
-  run under the recipe of that type; those of others are taken to quantise by themselves.
+  tokens, for a layer of batch, tokens and width, and returning as many.  In 8 or 4 bits modules of Transformer Engine,
+  and dense layers of Megatron-Core made of them, run under the recipe of that type; torchtitan's, and Megatron-Core's
+  with experts, are refused; those of others are taken to quantise by themselves.
 - `ring_attention`: a function like that of `attention`, of the part of the sequence that a rank has, with `group`.
 """
 
