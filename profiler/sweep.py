@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import signal
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 
-from autoplan.base.processes import CrewError
+from autoplan.base.processes import CrewError, undisturbed
 from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import Hello, Outcome, Task
 from autoplan.profiler.record import Fingerprint, Record
@@ -167,7 +165,7 @@ def run(
             restarts = 0
         except CrewError as error:
             outcome, lost = Outcome(status="failed", reason=str(error)), error
-        with _uninterrupted():
+        with undisturbed():
             store.add([record_of(ranked.task, outcome, hello, measured_by)])
             before = progress.outcomes.pop(ranked.task, outcome)
             progress.outcomes[ranked.task] = before if before.status == "ok" else outcome
@@ -209,14 +207,3 @@ def record_of(task: Task, outcome: Outcome, hello: Hello, measured_by: str) -> R
         host=hello.hosts[0],
         measured_at=measured_at,
     )
-
-
-@contextlib.contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Delay terminating signals until the end of the block."""
-    signals = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

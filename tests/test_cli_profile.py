@@ -130,3 +130,21 @@ def test_an_interrupt_says_what_is_stored(folder: Path, number: signal.Signals, 
     assert process.returncode == status
     assert "stored; run the same command again for the rest" in errors
     assert "Traceback" not in errors
+
+
+# SIGTERM while ranks start, and again while they are ended, as `timeout` sends it.
+STRUCK_TWICE = """
+import os, signal
+from autoplan.cli import main
+from autoplan.profiler.crew import Crew
+
+Crew.start = Crew.stop = lambda crew, *given: os.kill(os.getpid(), signal.SIGTERM)
+main()
+"""
+
+
+def test_sigterm_before_the_first_measurement_ends_in_one_line(folder: Path) -> None:
+    command = [sys.executable, "-c", STRUCK_TWICE, "profile", "small.toml", *QUICK, "--db", "struck.db"]
+    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, timeout=60)
+    expected = "autoplan: interrupted: files are whole or not there, what a database took is kept\n"
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", expected)

@@ -4,8 +4,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -14,10 +15,11 @@ import pytest
 
 import faulty_ranks
 from autoplan.base.processes import CrewError
+from autoplan.cli.process import leave_on_sigterm
 from autoplan.profiler import sweep
 from autoplan.profiler.crew import Crew
 from autoplan.profiler.protocol import Hello, Job, Outcome, Task
-from autoplan.profiler.record import Fingerprint, Status
+from autoplan.profiler.record import Fingerprint, Record, Status
 from autoplan.profiler.store import open_store
 from autoplan.profiler.sweep import Progress, extrapolations, outliers, run
 from autoplan.profiler.tasks import RankedTask, ranked_tasks
@@ -110,7 +112,7 @@ def test_a_sweep_goes_on_after_ranks_are_lost_and_stores_why(tmp_path: Path) -> 
     assert {record.shape for record in failures} <= {key[1] for key in store.measured_keys(hello.fingerprint)}
 
 
-class Told(Crew):
+class ScriptedCrew(Crew):
     """Ranks whose answers are given."""
 
     def __init__(self, *statuses: Status) -> None:
@@ -124,11 +126,37 @@ class Told(Crew):
         return Outcome(samples_s=(1.0 + len(self.asked),), status=next(self.statuses))
 
 
+def test_sigterm_waits_until_a_measurement_is_stored(tmp_path: Path) -> None:
+    """Even if another thread receives it, such as that of a progress bar."""
+    before, over = signal.getsignal(signal.SIGTERM), threading.Event()
+    leave_on_sigterm()
+    threading.Thread(target=over.wait, daemon=True).start()
+    progress = Progress(total=2)
+    try:
+        with ScriptedCrew("ok", "ok") as crew, open_store(str(tmp_path / "times.db")) as store:
+
+            class Struck:
+                measured_keys = store.measured_keys
+
+                def add(self, records: Iterable[Record]) -> None:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    time.sleep(0.2)
+                    store.add(records)
+
+            with pytest.raises(SystemExit):
+                run(crew, LAB, Struck(), products(16, 32), budget_s=1e9, progress=progress)
+            assert [record.shape[0] for record in store.records()] == [16]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        over.set()
+    assert len(progress.outcomes) == 1
+
+
 def test_what_was_spoilt_is_visited_again_after_the_rest(tmp_path: Path) -> None:
     planned = products(16, 32, 48, 64)
     statuses: tuple[Status, ...] = ("contaminated", "ok", "unstable", "failed", "ok", "unstable")
     progress = Progress(total=len(planned))
-    crew = Told(*statuses)
+    crew = ScriptedCrew(*statuses)
     with crew, open_store(str(tmp_path / "times.db")) as store:
         run(crew, LAB, store, planned, budget_s=1e9, progress=progress)
         assert crew.asked == [16, 32, 48, 64, 16, 48]
@@ -148,7 +176,7 @@ def test_rounds_lie_between_the_visits_of_a_task(tmp_path: Path) -> None:
     """What failed is not asked for again, what the last round spoilt is; what was settled before stays so."""
     planned = products(16, 32, 48)
     progress = Progress(total=len(planned))
-    crew = Told("ok", "unstable", "failed", "contaminated", "ok", "ok")
+    crew = ScriptedCrew("ok", "unstable", "failed", "contaminated", "ok", "ok")
     with crew, open_store(str(tmp_path / "times.db")) as store:
         run(crew, LAB, store, planned, budget_s=1e9, progress=progress, num_visits=2)
         assert crew.asked == [16, 32, 48, 16, 32, 16]
@@ -166,7 +194,7 @@ def test_second_visits_end_where_the_machine_is_never_quiet(tmp_path: Path, monk
     monkeypatch.setattr("autoplan.profiler.sweep.MIN_AGAIN_S", 0.0)
     monkeypatch.setattr("autoplan.profiler.sweep.time.monotonic", count(step=10.0).__next__)
     planned = products(*range(16, 176, 16))
-    crew = Told(*["contaminated"] * 20)
+    crew = ScriptedCrew(*["contaminated"] * 20)
     with crew, open_store(str(tmp_path / "times.db")) as store:
         run(crew, LAB, store, planned, budget_s=1e9, progress=Progress(total=len(planned)))
     assert len(planned) < len(crew.asked) <= 1.4 * len(planned)

@@ -219,7 +219,7 @@ class Children:
             process = context.Process(
                 target=_be_rank, args=(place, self._work, child_end), name=f"rank {place.rank}", daemon=True
             )
-            with _undisturbed():  # so that every started rank is recorded and will be ended
+            with undisturbed():  # so that every started rank is recorded and will be ended
                 process.start()
                 self._processes.append(process)
                 self._lines.append(own_end)
@@ -295,7 +295,7 @@ class Children:
 
     def stop(self, patience_s: float = PATIENCE_S) -> None:
         """End the ranks: those waiting for a task immediately, others after `patience_s`, however busy."""
-        with _undisturbed():
+        with undisturbed():
             for line in self._lines:
                 line.close()  # a rank that waits for the next task then ends by itself
             for process in self._processes:
@@ -330,7 +330,7 @@ def _check_port(meeting_point: str) -> None:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Delay Ctrl-C and SIGTERM until the end of the block; processes started inside ignore Ctrl-C permanently.
 
     If this thread blocks a signal, another thread receives it and Python still runs the handler in the main thread, so
@@ -364,7 +364,7 @@ def _server(preload: list[str]) -> ForkServerContext:
         for name, value in _USUAL.items():
             if not any(variable in os.environ for variable in _SAME.get(name, ())):
                 os.environ.setdefault(name, value)
-        with _undisturbed():
+        with undisturbed():
             forkserver.ensure_running()
     finally:
         for name, former in before.items():

@@ -15,6 +15,7 @@ import typer
 from autoplan.base.errors import AutoplanError
 from autoplan.base.urls import redact_arguments
 from autoplan.base.version import __version__
+from autoplan.cli.process import Terminated
 from autoplan.cli.remarks import shown_warnings
 
 # In the order of the help: each is a function, or an app, in the module of the same name.
@@ -108,7 +109,7 @@ def main() -> None:
         sys.exit(_interrupted())
     except SystemExit as left:
         # The parser turns Ctrl-C into an exit; commands that report an interrupt themselves are not reported again.
-        if isinstance(getattr(left.__context__, "__cause__", None), KeyboardInterrupt):
+        if isinstance(left, Terminated) or isinstance(getattr(left.__context__, "__cause__", None), KeyboardInterrupt):
             _interrupted()
         raise
     except OSError as error:
