@@ -190,7 +190,7 @@ def test_push_pull_and_hide_travel(folder: Path) -> None:
     assert (
         "1 hidden, 0 already were" in run(folder, "hide", GEMM.key[:8], "--reason", "hot\nGPU", "--db", "b.db").stderr
     )
-    good(folder, "pull", "b.db", "--db", "c.db")
+    assert good(folder, "pull", "b.db", "--db", "c.db") == "0 new, 4 already there, 1 hidden not copied; 1 new review\n"
     assert json.loads(good(folder, "show", GEMM.key, "--db", "c.db", "--json"))["hidden"]["reason"] == "hotGPU"
     assert GEMM.key[:12] not in good(folder, "list", "--db", "c.db")
     assert GEMM.key[:12] in good(folder, "list", "--db", "c.db", "--hidden")

@@ -178,7 +178,9 @@ def test_commands_of_the_database_take_runs_along(folder: Path) -> None:
     assert RUN.key[:12] not in good(folder, "list", "--runs", "--db", "a.db")
     assert RUN.key[:12] in good(folder, "list", "--runs", "--hidden", "--db", "a.db")
     assert json.loads(good(folder, "show", RUN.key, "--db", "a.db"))["hidden"]["reason"] == "a noisy hour"
-    assert good(folder, "push", "b.db", "--db", "a.db") == "0 new, 4 already there; 2 new reviews\n"
+    assert (
+        good(folder, "push", "b.db", "--db", "a.db") == "0 new, 4 already there, 2 hidden not copied; 2 new reviews\n"
+    )
     good(folder, "export", "marks.gz", "--db", "b.db", "--anonymous")
     assert "; 2 new reviews" in good(folder, "import", "marks.gz", "--db", "c.db")
     assert RUN.key[:12] not in good(folder, "list", "--runs", "--db", "c.db")

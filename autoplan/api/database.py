@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -75,10 +76,11 @@ def copy(
     trust: Collection[str] | None = None,
     on_batch: OnBatch = None,
 ) -> Added:
-    """Copy records, runs and reviews from one database to another."""
+    """Copy records and runs that are not hidden, and all reviews, from one database to another."""
     with _reading(source) as store, opened_store(target, writable=True) as target_store:
         choice = Choice(trust=trust)
-        return target_store.add(chain(store.records(choice), store.runs(choice), store.marks()), on_batch=on_batch)
+        copied: Iterable[Record | RunRecord | Mark] = chain(store.records(choice), store.runs(choice), store.marks())
+        return replace(target_store.add(copied, on_batch=on_batch), left_out=store.num_hidden(choice))
 
 
 def export_file(

@@ -180,7 +180,10 @@ def push(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Add the records, runs and reviews of this database to another one, which quarantines implausible records."""
+    """Add the visible records and runs, and the reviews, of this database to another one.
+
+    The other one quarantines implausible records.
+    """
     _copy(url_with_password(context, url), url_with_password(context, to), trust, json=json, quiet=quiet)
 
 
@@ -193,7 +196,7 @@ def pull(
     json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Add the records, runs and reviews of another database to this one; needs read access only."""
+    """Add the visible records and runs, and the reviews, of another database to this one; needs read access only."""
     _copy(url_with_password(context, from_), url_with_password(context, url), trust, json=json, quiet=quiet)
 
 
@@ -381,6 +384,8 @@ def _print_added(added: Added, *, json: bool) -> None:
         _print_json(added)
         return
     text = f"{added.new:,} new, {added.present:,} already there"
+    if added.left_out:
+        text += f", {added.left_out:,} hidden not copied"
     if added.marks:
         text += f"; {added.marks:,} new review{'s' * (added.marks > 1)}"
     if added.first:

@@ -60,6 +60,7 @@ class Added:
     present: int = 0  # already stored
     marks: int = 0  # new marks, which hide records or revert this
     quarantined: int = 0
+    left_out: int = 0  # hidden in the database that they were copied from
     first: Finding | None = None  # first finding of the quarantined records
 
 
@@ -165,6 +166,16 @@ class Store:
         for row, machine in self._rows_with_machines(query, runs.c.id):
             if run := self._read(run_of, row, machine):
                 yield run
+
+    def num_hidden(self, choice: Choice = ALL) -> int:
+        """Return the number of hidden records and training runs."""
+        with self._database.reading() as connection:
+            return sum(
+                connection.execute(
+                    self._chosen(kind, select(func.count(kind.rows.c.id)).where(is_hidden(kind)), choice)
+                ).scalar_one()
+                for kind in MARKED
+            )
 
     def keys(self, kind: Marked = OPERATIONS, choice: Choice = ALL) -> list[str]:
         """Return keys of records or runs in the order in which they were added, including hidden ones."""
