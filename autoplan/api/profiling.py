@@ -309,10 +309,12 @@ def _named_kernels(texts: Sequence[str], framework: Framework) -> dict[Operation
         operation, equals, name = text.partition("=") if "=" in text else ("", "", text)
         plain = name.removesuffix(COMPILED)
         suffix, shipped = name.removeprefix(plain), SHIPPED.get(plain, {})
-        if operation in layers and operation in shipped and not framework.layer_kernels.startswith(plain):
+        runs_layers = framework.layer_kernels.startswith(plain)
+        if operation in layers and operation in shipped and not runs_layers:
             raise InputError(f"--kernel {text}: no plan for {framework.name} runs it: name its own with --framework")
-        others = () if framework.layer_kernels.startswith(plain) else layers
-        if served := [name for name in shipped if name == operation or not (equals or name in others)]:
+        if served := [
+            known for known in shipped if (known == operation if equals else runs_layers or known not in layers)
+        ]:
             named |= {known: f"{shipped[known]}{suffix}" for known in served}
             continue
         place, _, attribute = plain.rpartition(":")
