@@ -24,8 +24,13 @@ def worker_processes(join: Callable[[], object], count: int) -> Iterator[None]:
     if count and "fork" not in multiprocessing.get_all_start_methods():
         raise InputError("--workers cannot start processes here: start this command several times with one --storage")
     processes = [multiprocessing.get_context("fork").Process(target=_run, args=(join,)) for _ in range(count)]
-    for process in processes:
-        process.start()
+    # A signal that reaches a process right after the fork is lost to Python, so it waits until `_run` can take it.
+    usual = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, usual)
     try:
         yield
     except BaseException:
@@ -40,6 +45,7 @@ def worker_processes(join: Callable[[], object], count: int) -> Iterator[None]:
 def _run(join: Callable[[], object]) -> None:
     """Join, and exit quietly on errors, which also stop the first worker and are reported there."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # what is shared is left in order
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     Thread(target=_leave_with_the_first, daemon=True).start()
     try:
         join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections import Counter
@@ -447,6 +448,11 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_an_error_ends_the_other_workers(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="wrong"), worker_processes(partial(_waits, tmp_path), 1):
-        raise InputError("wrong")
+def test_an_error_ends_the_other_workers_even_before_they_run(tmp_path: Path) -> None:
+    usual = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))  # as the command line has it
+    try:
+        for _ in range(5):
+            with pytest.raises(InputError, match="wrong"), worker_processes(partial(_waits, tmp_path), 1):
+                raise InputError("wrong")
+    finally:
+        signal.signal(signal.SIGTERM, usual)
