@@ -26,10 +26,15 @@ _PAIR = re.compile(r"'([\w.-]+)': '?([^',{}]+)")
 _OFF = ("", "false", "0", "none", "null", "no", "off", "[]", "{}")
 
 
+def _settings(option: str, table: str) -> Iterator[tuple[str, str]]:
+    """Return the settings in a table, named with the option that has it."""
+    return ((f"{option}.{key}", value) for key, value in _PAIR.findall(table))
+
+
 def tells_of_media(option: str, value: str) -> bool:
     """Return whether an option, or the name in its value, tells of images, video or sound."""
-    if value.startswith("{"):  # a table, of which its own settings tell
-        return any(tells_of_media(*pair) for pair in _PAIR.findall(value))
+    if value.startswith("{"):  # a table, of which its name and its own settings tell
+        return any(tells_of_media(*pair) for pair in [(option, "set"), *_settings(option, value)])
     is_off = value.strip().casefold() in _OFF and "freeze" not in option
     if is_off or _OF_RUNS.search(option):
         return False
