@@ -207,9 +207,13 @@ def test_unfused_attention_is_not_in_the_measured_layer() -> None:
     assert changes(problem, eager(problem, LAYER), single(attention="unfused")) == {}
 
 
-def test_a_framework_with_kernels_of_its_own_takes_no_whole_layers() -> None:
+def test_a_framework_with_kernels_of_its_own_takes_no_other_units_of_the_trainer() -> None:
     problem = problem_of()
-    assert changes(problem, with_times(problem, LAYER | HEAD), single()) == {}
+    ends: Times = HEAD | {("embedding", 2048, 1024, 32000, 1): 3.0, ("pipeline_actions", 8, 2, 2): 9.0}
+    assert changes(problem, with_times(problem, ends), single()) == {}
+    piped = single(pp=2, global_batch=8)
+    assert changes(problem, with_times(problem, ends), piped) == {}
+    assert set(changes(problem, eager(problem, ends), piped)) == {"head", "launch", "pipeline_bubble"}
 
 
 def test_eager_kernels_are_taken_as_they_were_measured() -> None:
@@ -274,27 +278,36 @@ def test_a_measured_layer_of_experts_takes_the_place_of_its_kernels() -> None:
     assert work_s(eager(beside, times), plan) == pytest.approx(work_s(beside, plan))
 
 
-def test_timings_of_the_database_are_plain_torchs_own_and_others_leave_what_they_fuse(tmp_path: Path) -> None:
+def test_layers_of_the_database_price_the_framework_that_runs_them_and_kernels_those_that_do_not_fuse_them(
+    tmp_path: Path,
+) -> None:
     machine = Fingerprint(device="h100-sxm", torch="2.13.0")
-    times: Times = LAYER | {("rope", 2048, 24, 64): 1.0, ("norm", 2048, 1024): 1.0}
+    kernels: Times = {("rope", 2048, 24, 64): 1.0, ("norm", 2048, 1024): 1.0}
+    megatron_layer = {kind: 2 * seconds for kind, seconds in LAYER.items()}
     records = [
-        Record(fingerprint=machine, operation=kind[0], shape=kind[1:], dtype="bf16", samples_s=(seconds,))
+        Record(
+            fingerprint=machine, operation=kind[0], shape=kind[1:], dtype="bf16", samples_s=(seconds,), kernel=kernel
+        )
+        for kernel, times in (("", kernels), ("trainer", LAYER), ("megatron-core: layer", megatron_layer))
         for kind, seconds in times.items()
     ]
     place = str(tmp_path / "lab.db")
     with open_store(place) as store:
         store.add(records)
-    torch, megatron = (
-        with_timings(problem_of(framework=load_framework(name)), "db", place) for name in ("torch", "megatron-core")
+    torch, megatron, torchtitan = (
+        with_timings(problem_of(framework=load_framework(name)), "db", place)
+        for name in ("torch", "megatron-core", "torchtitan")
     )
     assert torch.timings.is_own
     assert torch.timings.holds("rope", "bf16")
     assert work_s(torch, single()) == pytest.approx(32.0)
     assert not megatron.timings.is_own
     assert not megatron.timings.holds("rope", "bf16")
-    # Its norms alone, forward and backward, in its own kernels.
-    heavier = megatron.framework.kernels.kernel_bytes_factor
-    assert work_s(megatron, single()) == pytest.approx(8 * 2 * 3.0 * heavier, rel=0.02)
+    assert work_s(megatron, single()) == pytest.approx(64.0)
+    # Nobody measured its layers: its norms alone, forward and backward, in its own kernels.
+    assert not torchtitan.timings.holds("layer", "bf16")
+    heavier = torchtitan.framework.kernels.kernel_bytes_factor
+    assert work_s(torchtitan, single()) == pytest.approx(8 * 2 * 3.0 * heavier, rel=0.02)
 
 
 def test_plain_torch_runs_what_is_measured_and_nobody_else_says_so() -> None:

@@ -105,7 +105,7 @@ def test_what_was_measured_is_not_measured_again(folder: Path, monkeypatch: pyte
     monkeypatch.setattr("autoplan.profiler.sweep.MIN_AGAIN_S", 0.0)  # what is spoilt here is not what is asked
     monkeypatch.setattr("autoplan.api.profiling.Crew", partial(Crew, prepare=faulty_ranks.few_samples))
     url = f"sqlite:///{folder}/times.db"
-    arguments = (*QUICK, "--db", url, "--only", "norm,rope,send_recv")
+    arguments = (*QUICK, "--db", url, "--only", "norm,norm_backward,send_recv")
     first = profile(folder, *arguments)
     assert first.returncode == 0, first.stderr
     assert "8 of 8 measurements" in first.stdout

@@ -1217,8 +1217,8 @@ def test_an_interleaved_pipeline_reduces_and_gathers_its_chunks_beside_the_passe
         plan = ParallelPlan(global_batch=128, micro_batch=4, pp=2, vp=vp, schedule="interleaved", dp_shard=8)
         whole, shown = priced(plan), priced(plan, **overlaps)
         assert 0 < shown["parameter_gather"] < 0.2 * whole["parameter_gather"]
-        # Contention costs a tenth of what overlaps, which is as much as all of it.
-        shares.append(shown["data_parallel_reduce"] / whole["data_parallel_reduce"] - 0.1)
+        # Contention costs a tenth of what may overlap: all but the last of the eight blocks of a stage.
+        shares.append(shown["data_parallel_reduce"] / whole["data_parallel_reduce"] - 0.1 * 7 / 8)
     # The first chunk shows: embedding and head, and a part of the layers.
     embedding = 2 * shares[0] - 1
     assert 0 < embedding < 0.5
