@@ -95,7 +95,9 @@ def test_pieces_of_a_loss_have_an_eighth_of_the_logits_and_add_up_the_gradients_
     passes = head_s(problem, batch).passes
     assert passes.forward_s[0] == passes.forward_s[1]
     assert np.diff(passes.backward_s) == pytest.approx(memory_bound_s(problem, np.array([7 * 10.0 * VOCAB * 4096])))
-    costs = estimate(problem, batch)
+    # At a micro-batch of 1 the peak is behind the loss, in the last layer's backward pass.
+    large = [dataclasses.replace(plan, global_batch=32, micro_batch=4) for plan in plans]
+    costs = estimate(problem, PlanBatch.of(large, problem.model.num_layers))
     assert costs.memory_bytes[1] < costs.memory_bytes[0]
 
 

@@ -116,7 +116,9 @@ def test_the_fewest_devices_that_meet_a_deadline_are_chosen() -> None:
 def test_a_cluster_of_one_part_has_the_figures_of_the_plain_search() -> None:
     problem = make_problem("llama3.2-1b", cluster="h100-sxm:1x4", seq_len=2048)
     problem = replace(problem, cluster=replace(problem.cluster, price_per_device_hour=2.0))
-    plain = search_run(problem, {"objectives": ["cost-per-token"]}, partial(make_space, global_batch=BATCH))
+    plain = search_run(
+        problem, {"objectives": ["cost-per-token"]}, partial(make_space, global_batch=BATCH), is_simple=False
+    )
     shown = best_parts(as_mixed(problem), "cost-per-token").report.best.figures
     assert shown
     for name in ("num_devices", "seconds_per_sequence", "goodput", "tokens_per_s", "cost_per_token"):
