@@ -596,10 +596,11 @@ def test_options_of_a_config_and_of_the_trainer_that_it_starts_are_compared(tmp_
     found = autoplan.search(cluster="a100-sxm:1x8", launch_file=tmp_path / "run.sh").file
     assert found.today is not None
     plan = found.best.plan
-    assert plan.recompute == "none"
+    assert (plan.sharding, plan.recompute) == ("zero2", "none")
     assert {option.option: (option.before, option.after) for option in found.today.options} == {
         "--per_device_train_batch_size": ("2", str(plan.micro_batch)),
         "--gradient_accumulation_steps": ("8", str(plan.num_microbatches)),
         "--gradient_checkpointing": ("", None),
         "fsdp_config.fsdp_activation_checkpointing": (None, "False"),
+        "fsdp_config.fsdp_reshard_after_forward": ("True", "False"),
     }
