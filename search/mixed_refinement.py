@@ -26,6 +26,7 @@ from autoplan.spec.mixed_result import MixedCost, MixedKindCost, MixedStageCost
 from autoplan.spec.plan import even_chunks
 
 ROUNDS = 6
+ROUNDING = 1e-9  # of a stage's memory, relative
 
 Accepts = Callable[[Sequence[MixedPlan]], Sequence[bool]]
 
@@ -261,8 +262,9 @@ class Refiner:
         return np.maximum(passes.sum(axis=0) - layers_s, 0.0), passes
 
     def _allowed_bytes(self, stage: MixedStageCost) -> float:
-        """Return the memory up to which a stage is safe."""
-        return stage.capacity_bytes * float(np.exp(self.most_z * self.problem.calibrations[stage.part].memory_spread))
+        """Return the memory up to which a stage is safe, also where states fill all of it and prices are rounded."""
+        safe = float(np.exp(self.most_z * self.problem.calibrations[stage.part].memory_spread))
+        return stage.capacity_bytes * safe * (1 - ROUNDING)
 
     def _tighten(self, most_layers: Ints, price: MixedKindCost) -> None:
         """Reduce layers on stages that do not fit; memory has a constant part, so no fitting number is skipped."""

@@ -262,7 +262,7 @@ def test_shares_of_states_apart_from_shares_of_work() -> None:
     """S54: 10 B parameters of 16 bytes under FSDP; fast devices have the less memory."""
     model = replace(SMALL, num_layers=48, hidden_size=4096, num_heads=32, num_kv_heads=32, ffn_size=11008)
     fast = scaled("a100-sxm:1x4", "fast", memory_gb=22)
-    slow = scaled("a100-sxm:1x4", "slow", speed=0.5, memory_gb=48)
+    slow = scaled("a100-sxm:1x4", "slow", speed=0.5, memory_gb=52)
     problem = problem_of(fast, slow, model=model, seq_len=2048, framework=load_framework("pytorch-fsdp"))
 
     def plan(sizes: tuple[int, int], num_microbatches: int, shares: tuple[float, float]) -> MixedCost:

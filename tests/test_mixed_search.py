@@ -147,7 +147,7 @@ def test_slower_devices_add_what_they_have() -> None:
 def test_states_go_where_memory_is() -> None:
     """S54: decoupled shares fit where shares by speed do not, 1.2 times the throughput of equal ones."""
     model = replace(SMALL, num_layers=48, hidden_size=4096, num_heads=32, num_kv_heads=32, ffn_size=11008)
-    fast = scaled("a100-sxm:1x4", "fast", memory_gb=20)
+    fast = scaled("a100-sxm:1x4", "fast", memory_gb=21)  # where rounding put the states just above what is safe
     slow = scaled("a100-sxm:1x4", "slow", speed=0.5, memory_gb=48)
     problem = problem_of(fast, slow, model=model, seq_len=2048, framework=load_framework("torch"))
     structure = Structure(
