@@ -228,8 +228,10 @@ def _with_others(axis: str, limits: Limits, free: Limits) -> str:
 
 
 def _leanest(limits: Limits) -> Limits:
-    """Narrow `limits` to the choices with the least memory."""
-    shardings = limits.of("sharding")
+    """Narrow `limits` to the choices with the least memory.
+
+    All ways of sharding stay: without replicas a space takes the first of them, on which further choices depend.
+    """
     plain = ("micro_batch", "vp") if Schedule.ONE_F_ONE_B in limits.of("schedule") else ("micro_batch",)
     least = tuple(
         (axis, next(value for value in count(1) if (axis, value) not in limits.forbidden))
@@ -242,9 +244,7 @@ def _leanest(limits: Limits) -> Limits:
         recomputes=("full",) if "full" in limits.recomputes else limits.recomputes,
         upper_bounds=(*limits.upper_bounds, *least),
         global_batches=limits.global_batches[:1],
-    ).where(
-        sharding=[kind for kind in shardings if kind != "none"] or shardings, offload=limits.of("offload")[-1:], **off
-    )
+    ).where(offload=limits.of("offload")[-1:], **off)
 
 
 def fits_somewhere(problem: Problem, limits: Limits, space: Space) -> bool:
