@@ -228,7 +228,7 @@ def test_the_imbalance_of_experts_is_said_by_a_flag_that_search_and_estimate_tak
 
 
 def test_permuting_tokens_by_capacity_moves_three_times_as_much() -> None:
-    """Of 4 bytes for each of 2 copies of 4,096 tokens of width 1,024, in and out, times that of its own kernels."""
+    """Traffic of 2 copies of 4,096 tokens of width 1,024, 4 bytes each, in and out, times that of its own kernels."""
     shape = block_shapes(MODEL)[Block.MOE]
     apart, dropping = (
         kernel_times(PROBLEM, batch_of(token_dropping=drops), Block.MOE, shape) for drops in (False, True)

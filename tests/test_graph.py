@@ -212,7 +212,7 @@ def test_oversubscription_divides_what_leaves_a_leaf() -> None:
 
 
 def test_part_of_a_leaf_still_reaches_the_rest_of_it_at_full_rate() -> None:
-    """Of nodes 0 to 5, four fill a leaf; the other two send to their two neighbours and over their leaf's uplink."""
+    """Four of nodes 0 to 5 fill a leaf; the other two send to their two neighbours and over their leaf's uplink."""
     cluster = lab(16, tiers=(SwitchTier(num_nodes=4, oversubscription=4.0),), rail_optimised=False)
     node = 8 * 50e9 * 0.8
     assert bisection_bytes_per_s(cluster, 6) == pytest.approx((1 + 2) * node)

@@ -88,7 +88,7 @@ def test_grouped_experts_launch_as_much_as_one() -> None:
 
 
 def test_experts_with_biases_and_limits_move_more_unless_one_graph_fuses_them() -> None:
-    """Of every routed token, its width through the second bias and its expert's through the limits, and kernels."""
+    """Traffic of a routed token: its width through the second bias and its expert's through the limits, and kernels."""
     plain, odd = problem_of(), problem_of(replace(QWEN, mlp_bias=True, clamped_activation=True))
     batch, graph = batch_of(), batch_of(cuda_graphs="full_iteration")
     routed = 4096 * 8

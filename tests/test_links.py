@@ -233,7 +233,7 @@ def test_a_group_with_one_member_a_node_sees_one_nic() -> None:
 
 @pytest.mark.parametrize(("stride", "size", "nics"), [(1, 32, 8), (2, 16, 4)])
 def test_a_group_uses_the_nics_of_its_part_of_a_node(stride: int, size: int, nics: int) -> None:
-    """Of the 1 GiB per rank, 2 x 3/4 leaves each node over them."""
+    """Twice 3/4 of the 1 GiB per rank leaves each node over them."""
     topology = compile_topology(ideal(4, 1e30, 50e9))
     assert seconds("all_reduce", topology, stride, size, GIB) == pytest.approx(
         2 * 3 / 4 * GIB / (nics * 50e9), rel=1e-6
@@ -406,12 +406,12 @@ def tiered(oversubscription: float, num_nodes: int = 8, **network: Any) -> Topol
 
 @pytest.mark.parametrize(("stride", "bytes_per_s"), [(16, 12.5e9), (8, 25e9), (4, 50e9), (2, 50e9)])
 def test_links_out_of_a_switch_are_shared_by_those_who_send(stride: int, bytes_per_s: float) -> None:
-    """Of 16 devices under a leaf with 200e9 upwards `stride` send, none of them faster than its NIC."""
+    """`stride` of 16 devices under a leaf with 200e9 upwards send, none of them faster than its NIC."""
     assert seconds("send_recv", tiered(4.0), stride, 64 // stride, GIB) == pytest.approx(GIB / bytes_per_s, rel=1e-6)
 
 
 def test_a_ring_over_leaves_takes_as_long_as_its_slowest_links() -> None:
-    """Of 2 x 63 / 64 x 1 GiB in eight rings a sixteenth passes each device's part of the uplinks, an eighth its NIC."""
+    """A sixteenth of 2 x 63 / 64 x 1 GiB in eight rings passes each device's part of the uplinks, an eighth its NIC."""
     wire = 2 * 7 / 8 * GIB
     assert seconds("all_reduce", tiered(1.5), 8, 8, GIB) == pytest.approx(wire / 50e9, rel=1e-6)
     assert seconds("all_reduce", tiered(4.0), 8, 8, GIB) == pytest.approx(wire / 2 / 12.5e9, rel=1e-6)

@@ -186,7 +186,7 @@ def test_an_offloaded_optimizer_takes_no_device_memory() -> None:
 
 @given(st.lists(st.integers(1, 100), min_size=2, max_size=2).map(sorted))
 def test_more_of_the_optimizer_on_the_host_is_less_on_the_device(percents: list[int]) -> None:
-    """Of the 12 bytes a parameter of weights and moments; the host also gets the 4 of as many gradients."""
+    """A share of the 12 bytes a parameter of weights and moments; the host also gets the 4 of as many gradients."""
     plan = {"global_batch": 64, "dp_shard": 4, "sharding": "zero1", "offload": "optimizer"}
     fewer, more = (states(stages_of(offload_percent=percent, **plan)[0]) for percent in percents)
     share = (percents[1] - percents[0]) / 100
@@ -447,7 +447,7 @@ def test_repeated_layers_of_different_chunks_count_by_what_is_alive_together() -
 
 
 def test_schedules_with_split_backwards_keep_what_their_orders_say() -> None:
-    """Of four ranks: ZB-H1 p stages on each until the weight gradients, ZB-V 2 p halves, DualPipe-V one more."""
+    """On four ranks ZB-H1 keeps p stages on each until the weight gradients, ZB-V 2 p halves, DualPipe-V one more."""
     problem = problem_of(dataclasses.replace(SMALL, num_layers=8))
     plan = {"pp": 4, "global_batch": 16}
     assert activations(problem=problem, schedule="zb-h1", **plan) == pytest.approx([4 * 2 * KEPT] * 4)

@@ -287,7 +287,7 @@ def test_the_nearest_machine_wins_and_of_imports_the_newest(store: Store) -> Non
 
 
 def test_of_the_last_five_measurements_the_middle_one_counts(store: Store) -> None:
-    """Of two the faster; what was run in another way than the newest is no part of it."""
+    """The faster of two; what was run in another way than the newest is no part of it."""
     expected = {1: 9.0, 2: 3.0, 3: 4.0, 4: 4.0, 5: 5.0, 6: 4.0, 7: 4.0}
     for day, seconds in enumerate((9.0, 3.0, 4.0, 8.0, 5.0, 2.0, 1.0), start=1):
         store.add([replace(GEMM, samples_s=(seconds,), measured_at=f"2026-11-0{day}T00:00:00Z")])
