@@ -11,7 +11,7 @@ from autoplan.profiler.tasks import TaskKey
 from autoplan.spec.operations import (
     COLLECTIVES,
     EXPERTS,
-    MODULES,
+    JOINED_KERNELS,
     NARROW_MODULES,
     PRODUCTS,
     SHAPES,
@@ -81,7 +81,7 @@ def _usual_kernel(operation: Operation, dtype: str, vendor: str) -> str:
         return _LIBRARIES.get(vendor, "nccl")
     if operation in EXPERTS:
         return "grouped_mm"
-    if operation in MODULES:
+    if operation in JOINED_KERNELS:
         return ""
     if operation in TRAINER_UNITS:
         return "trainer"

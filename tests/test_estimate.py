@@ -33,7 +33,7 @@ from autoplan.readers.cluster import load_cluster
 from autoplan.spec.blocks import Block, Experts, LatentAttention
 from autoplan.spec.calibration import Calibration
 from autoplan.spec.enums import ContextParallelKind, Fp8Scaling, Recompute, Sharding
-from autoplan.spec.estimate import OOM_ABOVE, RISKY_ABOVE, VERDICTS, CostEstimate
+from autoplan.spec.estimate import OOM_ABOVE, OOM_Z, RISKY_ABOVE, RISKY_Z, VERDICTS, CostEstimate, oom_probability
 from autoplan.spec.framework import Framework
 from autoplan.spec.model import ModelSpec
 from autoplan.spec.plan import ParallelPlan, PlanBatch
@@ -921,6 +921,11 @@ def verdict_at(share: float, spread: float = 0.06) -> tuple[str, float]:
 def test_a_plan_that_needs_exactly_the_capacity_runs_out_of_memory_half_the_time() -> None:
     _, probability = verdict_at(1.0)
     assert probability == pytest.approx(0.5, abs=1e-6)
+
+
+def test_verdicts_begin_at_their_probabilities() -> None:
+    assert oom_probability(RISKY_Z) == pytest.approx(RISKY_ABOVE, rel=1e-12)
+    assert oom_probability(OOM_Z) == pytest.approx(OOM_ABOVE, rel=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from autoplan.profiler.tasks import reference_s
 from autoplan.search.measurement_value import DATASHEET_SPREAD, family_of, spread_of_price
 from autoplan.spec.enums import Sharding
 from autoplan.spec.measurement import Measurement
-from autoplan.spec.operations import COLLECTIVES, HOST_COPIES, MODULES, SHAPES, TRAINER_UNITS
+from autoplan.spec.operations import COLLECTIVES, HOST_COPIES, JOINED_KERNELS, SHAPES, TRAINER_UNITS
 from autoplan.spec.plan import ParallelPlan, PlanBatch
 from autoplan.spec.timing import TimingTable
 
@@ -30,7 +30,7 @@ BATCH = PlanBatch.of(PLANS, PROBLEM.model.num_layers)
 
 
 def hello(num_nodes: int, per_node: int = 8, devices_per_domain: int = 8, dtypes: tuple[str, ...] = ("bf16",)) -> Hello:
-    known = [name for name in SHAPES if name not in (*MODULES, *TRAINER_UNITS)]
+    known = [name for name in SHAPES if name not in (*JOINED_KERNELS, *TRAINER_UNITS)]
     return Hello(
         fingerprint=Fingerprint(device="h100-sxm", memory_bytes=80 * 2**30, torch="2.13.0"),
         device_type="cuda",

@@ -20,7 +20,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 RISKY_ABOVE, OOM_ABOVE = 0.05, 0.50  # probabilities of running out of memory
 # Of all runs, the share whose memory holds something that nobody tells of (gaps of an allocator, a router that favours
 # some ranks, an option left out), and how many times as wide theirs is spread.  Of runs of sources that publish
-# failures 1.1 % of those below 5 % ran out of memory, of all sources, which mostly leave failures out, .2 %.
+# failures 1.9 % of those below 5 % ran out of memory, of all sources, which mostly leave failures out, .3 %.
 SURPRISE_SHARE, SURPRISE_SPREAD = 0.02, 6.0
 RISKY_Z, OOM_Z = -1.7156503012238586, 0.0  # the distances at which `oom_probability` is as above
 

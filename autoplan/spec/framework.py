@@ -11,7 +11,7 @@ from autoplan.base.units import check_count, check_not_negative, check_positive,
 from autoplan.spec.axes import AXIS, offered, shown
 from autoplan.spec.axis import Value
 from autoplan.spec.enums import AttentionKernel, RankOrder
-from autoplan.spec.operations import FUSED, MODULES, SHAPES, TRAINER_UNITS, Operation
+from autoplan.spec.operations import FUSED, JOINED_KERNELS, SHAPES, TRAINER_UNITS, Operation
 from autoplan.spec.plan import ParallelPlan
 
 
@@ -345,7 +345,7 @@ class Framework:
     @property
     def profiled_operations(self) -> list[Operation]:
         """Operations of these that a profile measures without being told whose kernels to run."""
-        named_only = {*MODULES, *(() if self.is_trainer else TRAINER_UNITS)}
+        named_only = {*JOINED_KERNELS, *(() if self.is_trainer else TRAINER_UNITS)}
         return [name for name in self.timed_operations if name not in named_only]
 
     @property

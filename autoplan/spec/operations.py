@@ -33,7 +33,7 @@ ATTENTIONS: tuple[Operation, ...] = (
 )
 EXPERTS: tuple[Operation, ...] = ("experts", "experts_backward")
 # Modules that join several of the others, and stand for them: they are measured only where somebody names one.
-MODULES: tuple[Operation, ...] = (
+JOINED_KERNELS: tuple[Operation, ...] = (
     *("linear", "linear_backward", "norm_linear", "norm_linear_backward", "mlp", "mlp_backward"),
     *("overlapped_mlp", "overlapped_mlp_backward", "ring_attention", "ring_attention_backward"),
     *("routing", "routing_backward", "exchange"),
